@@ -14,9 +14,10 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.hopper.launch import backward, forward
+from gossamer.kernels.hopper.launch import backward, forward, gather
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.patterns import Causal, SlidingWindow
 from gossamer.plan.problem import Problem
 from tests.support import launches
@@ -24,7 +25,7 @@ from tests.support.hopper_backward_cases import ON_HOPPER, PROCESSORS
 
 pytestmark = ON_HOPPER
 POISONS = math.nan, math.inf, -math.inf
-NAMES = "out", "lse", "dq", "dk", "dv"
+NAMES = "out", "lse", "dq", "dk", "dv", "dsink"
 LAYOUTS: dict[str, Callable[..., BlockLayout]] = {
     # The first rows keep nothing.
     "more queries": lambda **blocks: Causal().layout(700, 300, **blocks),
@@ -43,22 +44,26 @@ def scattered(lead: tuple[int, int], **blocks: int) -> BlockLayout:
 
 
 def results(
-    layout: BlockLayout, problem: Problem, terms: Terms, given: tuple[Tensor, ...], split: int | None
+    layout: Any, problem: Problem, terms: Terms, given: tuple[Tensor, ...], split: int | None
 ) -> list[tuple[Tensor, ...]]:
     """Results of both directions, in each way in which dQ is made; the first adds it in any order."""
     q, k, v, dout, dlse = given
+    if isinstance(layout, GatherLayout):
+        of_layout = gather, problem, layout, terms
+        out, lse = launches.forward(*of_layout, q, k, v, split=split)
+        return [(out, lse, *launches.backward(*of_layout, dout, dlse, q, k, v, out, lse, split=split))]
     out, lse = launches.forward(forward, problem, layout, terms, q, k, v, split=split)
     found: list[tuple[Tensor, ...]] = []
     for more in ({}, {"deterministic": True}, {"deterministic": True, "most_kept": 0}):
         p = replace(problem, deterministic="deterministic" in more)
         given, kept = (dout, dlse, q, k, v, out, lse), more.get("most_kept")
-        dq, dk, dv, *_ = launches.backward(backward, p, layout, terms, *given, split=split, most_kept=kept)
-        found.append((out, lse, dq, dk, dv))
+        gradients = launches.backward(backward, p, layout, terms, *given, split=split, most_kept=kept)
+        found.append((out, lse, *gradients))
     return found
 
 
 def check(
-    layout: BlockLayout, B: int, H: int, G: int, D: int, *, dtype: torch.dtype = torch.bfloat16,
+    layout: Any, B: int, H: int, G: int, D: int, *, keep: Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
     split: int | None = None, lengths: tuple[int, ...] | None = None, **more: Any,
 ) -> None:  # fmt: skip
     """Compare the bits of results with those of zeros in the poisoned places."""
@@ -70,7 +75,8 @@ def check(
     )
     dlse = torch.randn(B, H, Q, generator=g, device="cuda")
     ends = None if lengths is None else torch.tensor(lengths, device="cuda", dtype=torch.int32)
-    keep = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda().expand(B, H, Q, K)
+    if keep is None:
+        keep = torch.from_numpy(np.ascontiguousarray(layout.expand())).cuda().expand(B, H, Q, K)
     if ends is not None:
         keep = keep & (torch.arange(K, device="cuda") < ends[:, None, None, None])
     rows, keys = ~keep.any(-1), ~keep.any(2).view(B, G, H // G, K).any(2)
@@ -82,15 +88,21 @@ def check(
     def run(value: float) -> list[tuple[Tensor, ...]]:
         of_rows = [x.masked_fill(rows[..., None], value) for x in (q, dout)]
         of_keys = [x.masked_fill(keys[..., None], value) for x in (k, v)]
-        given = of_rows[0], *of_keys, of_rows[1], dlse.masked_fill(rows, value)
+        # The lse of a row that keeps nothing is its sink.
+        given = (
+            of_rows[0],
+            *of_keys,
+            of_rows[1],
+            dlse if terms.sink_logits is not None else dlse.masked_fill(rows, value),
+        )
         return results(on, problem, terms, given, split)
 
     zeros = run(0.0)
-    assert all(x.isfinite().all() for name, x in zip(NAMES, zeros[0], strict=True) if name != "lse")
+    assert all(x.isfinite().all() for name, x in zip(NAMES, zeros[0], strict=False) if name != "lse")
     for value in POISONS:
         for way, (want, found) in enumerate(zip(zeros, run(value), strict=True)):
-            for name, clean, poisoned in zip(NAMES, want, found, strict=True):
-                if name == "dq" and way == 0:
+            for name, clean, poisoned in zip(NAMES, want, found, strict=False):
+                if name == "dq" and way == 0 and len(zeros) > 1:
                     assert (poisoned - clean).abs().max() <= 2**-7 * clean.abs().max(), (value, name, way)
                 else:
                     assert torch.equal(poisoned, clean), (value, name, way)
@@ -131,6 +143,53 @@ def test_split_and_softcap() -> None:
     check(LAYOUTS["by head"](block_q=128, block_kv=128), 2, 4, 2, 128, softcap=5.0)
 
 
+def test_sinks() -> None:
+    """The lse of a row that keeps nothing is its sink: its gradient is that of the sink."""
+    sinks = torch.tensor([0.5, -2.0, 20.0, 3.0], device="cuda")
+    for name in ("more queries", "rows without bits"):
+        check(LAYOUTS[name](block_q=128, block_kv=128), 2, 4, 2, 128, sink_logits=sinks)
+    check(LAYOUTS["more queries"](block_q=128, block_kv=128), 2, 4, 2, 128, sink_logits=sinks, lengths=(250, 0))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_gathered_keys(D: int) -> None:
+    """Groups of 64 rows, of which some keep nothing; keys that nobody lists, and those past a length."""
+    mask = np.random.default_rng(0).random((1, 4, 300, 400)) < 0.05
+    mask[..., 40:60, :], mask[..., 128:192, :], mask[..., 100:140], mask[..., ::7] = False, False, False, False
+    layout = build_gather(gs.BlockMask(mask, 1), 300, 400, block_q=64)
+    keep = torch.from_numpy(mask).cuda().expand(2, -1, -1, -1)
+    for more in ({}, {"lengths": (230, 1)}, {"sink_logits": torch.randn(4, device="cuda")}):
+        check(layout, 2, 4, 2, D, keep=keep, **more)
+
+
+@pytest.mark.parametrize("R", [3, 16])
+def test_lists_that_heads_share(R: int) -> None:
+    """Queries without a list, in groups with others that have one, and keys that nobody lists."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    Q, K, D = 77, 300, 128
+    lists = torch.randint(50, 250, (1, 1, Q, 40), generator=g, device="cuda", dtype=torch.int32)
+    lists[:, :, ::3], lists[:, :, 20:30] = -1, -1
+    listed = torch.where(lists < 0, K, lists)[0, 0].long()
+    keep = torch.zeros(Q, K + 1, dtype=torch.bool, device="cuda").scatter_(1, listed, True)[:, :K]
+    rows, keys = ~keep.any(1)[:, None], ~keep.any(0)[:, None]
+    q, dout = (torch.randn(1, R, Q, D, generator=g, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 1, K, D, generator=g, device="cuda").bfloat16() for _ in range(2))
+
+    def run(value: float) -> list[Tensor]:
+        leaves = [q.masked_fill(rows, value), k.masked_fill(keys, value), v.masked_fill(keys, value)]
+        leaves = [x.requires_grad_() for x in leaves]
+        out = gs.attention(leaves[0], leaves[1], leaves[2], gs.Indices(lists), implementation="hopper")
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.masked_fill(rows, value))]
+
+    zeros = run(0.0)
+    for value in POISONS:
+        for name, clean, poisoned in zip(("out", "dq", "dk", "dv"), zeros, run(value), strict=True):
+            if name in ("out", "dq"):
+                assert torch.equal(poisoned, clean), (value, name)
+            else:  # added in any order
+                assert (poisoned - clean).abs().max() <= 2**-7 * clean.abs().max(), (value, name)
+
+
 def attended(
     pattern: Any, rows: Tensor, keys: Tensor, D: int, deterministic: bool, value: float, **more: Any
 ) -> list[Tensor]:
@@ -140,7 +199,7 @@ def attended(
     q, k, v, dout = (torch.randn(2, heads, N, D, generator=g, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
     leaves = [q.masked_fill(rows[:, None], value), *(x.masked_fill(keys[:, None], value) for x in (k, v))]
     leaves = [x.requires_grad_() for x in leaves]
-    options = {"implementation": "hopper", "deterministic": deterministic} | more
+    options: dict[str, Any] = {"implementation": "hopper", "deterministic": deterministic} | more
     out = gs.attention(leaves[0], leaves[1], leaves[2], pattern, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.masked_fill(rows[:, None], value))]
 
