@@ -32,6 +32,9 @@ FAMILIES = {
     "attention": "soak_attention",
     "particles": "soak_particles",
     "neighbors": "soak_neighbors",
+    "entmax": "soak_entmax",
+    "topk": "soak_topk",
+    "sparsek": "soak_sparsek",
 }
 LIMIT = {"cpu": 60.0, "cuda": 180.0}  # seconds of a call; the first of a process may compile kernels
 BEGINNING = 600.0  # seconds in which a process has imported everything

@@ -23,6 +23,9 @@ FAMILIES = {  # how many calls of each are computed here
     "attention": 50,
     "particles": 60,
     "neighbors": 60,
+    "entmax": 60,
+    "topk": 60,
+    "sparsek": 80,
 }
 
 
@@ -129,6 +132,54 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert f"WRONG python benchmarks/soak.py --family attention --one {seed} --device cpu" in message
         assert "out[" in message
         assert "1 wrong" in message
+
+
+def off(function: Any) -> Any:
+    """A function of which one number is off by a thousandth of all."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        first, *more = found if isinstance(found, tuple) else (found,)
+        error = 1e-3 * first.detach().double().abs().amax().clamp(min=1e-3)
+        one = torch.zeros_like(first.detach())
+        one.view(-1)[0] = 1
+        first = first + (one * error if first.is_floating_point() else one).to(first.dtype)
+        return (first, *more) if more else first
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("family", "function"),
+    [("entmax", "entmax_attention"), ("topk", "topk_keys"), ("sparsek", "sparsek_attention")],
+)
+def test_a_wrong_result_of_a_family_is_found(
+    family: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib
+
+    import soak
+
+    drawn = importlib.import_module(soak.FAMILIES[family])
+    module = importlib.import_module(drawn.run.__module__)
+    calls = {seed: drawn.draw(seed, "cpu") for seed in range(1500)}
+    seeds = [seed for seed, c in calls.items() if exactly_compared(c, function)][:5]
+    assert len(seeds) == 5
+    for seed in seeds:
+        assert soak.main(["--family", family, "--one", str(seed)]) == 0, capsys.readouterr().out
+    monkeypatch.setattr(module, function, off(getattr(module, function)))
+    for seed in seeds:
+        assert soak.main(["--family", family, "--one", str(seed)]) == 1, seed
+        assert f"--family {family} --one {seed} --device cpu" in capsys.readouterr().out
+
+
+def exactly_compared(c: Any, function: str) -> bool:
+    """Whether rounding of such a call is small, and every row is compared."""
+    few = c.mistake is None and c.mode == "gradients" and c.scale in (None, 0.25, 1.0) and not c.compiled
+    few = few and c.dtype in (torch.float64, torch.float32) and c.shape[4] > 4
+    if function == "sparsek_attention":
+        return few and c.kind == "attention" and c.keep == "topk" and c.scores in ("plain", "narrow")
+    return few and c.implementation != "kernels" and c.steps and c.shape[5] in (4, 16)
 
 
 def plain(c: Any) -> bool:

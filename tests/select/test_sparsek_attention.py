@@ -141,6 +141,23 @@ def test_dimensions_types_and_autocast() -> None:
         assert gs.sparsek_attention(q, k, v, u, k_keep=5).dtype == torch.bfloat16
 
 
+def test_autocast_rounds_inputs_alone() -> None:
+    """What is computed of them is as without it, in both directions."""
+    torch.manual_seed(0)
+    given = [torch.randn(1, 2, 40, 8) for _ in range(3)]
+    u, dout = torch.randn(1, 2, 40), torch.randn(1, 2, 40, 8).bfloat16()
+    low = [x.bfloat16().requires_grad_() for x in given]
+    u.requires_grad_()
+    wanted = gs.sparsek_attention(*low, u, k_keep=5, window=2, gate="kv")
+    gradients = torch.autograd.grad(wanted, [*low, u], dout)
+    with torch.autocast("cpu", torch.bfloat16):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = gs.sparsek_attention(*leaves, u, k_keep=5, window=2, gate="kv")
+        found = torch.autograd.grad(out, [*leaves, u], dout)
+    assert torch.equal(out, wanted)
+    assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(found, gradients, strict=True))
+
+
 def test_memory_is_linear_and_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     N = 2048
     monkeypatch.setattr(chunks, "QUERIES", 128)

@@ -11,6 +11,7 @@ from gossamer.kernels.gated import launch
 from gossamer.kernels.gated.problem import Gate, Operands, Options
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Unsupported
+from gossamer.torch.entmax.arguments import uncast
 from gossamer.torch.operators import library
 
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor last_gated"
@@ -28,7 +29,7 @@ def _forward(
     gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    with torch.cuda.device_of(q):
+    with uncast(q.device), torch.cuda.device_of(q):
         return launch.implementation(implementation, x, o).forward(x, o)
 
 
@@ -38,7 +39,7 @@ def _backward(
     straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    with torch.cuda.device_of(q):
+    with uncast(q.device), torch.cuda.device_of(q):
         g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau
 
