@@ -43,6 +43,7 @@ class Pairs(NamedTuple):
     ds: Tensor  # (N, N): and r^2
     keep: Tensor  # (N, N): within the radius
     unsure: Tensor  # (N, N): whether a pair counts, and whether it is at one place, is a matter of rounding
+    radius: float
 
 
 def pairs(x: Tensor, box: Sizes, radius: float, p: Precision, unit: float) -> Pairs:
@@ -74,7 +75,8 @@ def pairs(x: Tensor, box: Sizes, radius: float, p: Precision, unit: float) -> Pa
     found, square = s.detach(), radius**2
     ds = ds + (0.0 if p.exact else 3 * p.eps) * found + unit
     unsure = ((found - square).abs() <= ds + p.eps * square) & ~((found == square) & p.exact)
-    return Pairs(together, s, torch.stack(off, -1), ds, found <= square, unsure | ((found > 0) & (found <= ds)))
+    unsure = unsure | ((found > 0) & (found <= ds))
+    return Pairs(together, s, torch.stack(off, -1), ds, found <= square, unsure, radius)
 
 
 class Law(NamedTuple):
@@ -199,14 +201,14 @@ class Bound(NamedTuple):
     off: Tensor  # (N, N, ...)
     size: Tensor
 
-    def total(self, found: Pairs, p: Precision) -> Tensor:
-        """How far the sum may be off."""
+    def total(self, found: Pairs, p: Precision, lengths: float = 1.0) -> Tensor:
+        """How far the sum may be off; what underflows is in units of `lengths`."""
         counted, loose = (m.reshape(*m.shape, *[1] * (self.off.ndim - 2)) for m in (found.keep, found.unsure))
         n = found.keep.sum(1).reshape(-1, *[1] * (self.off.ndim - 2)).double()
         size = torch.where(counted, self.size, 0.0).sum(1)
         off = torch.where(counted | loose, self.off, 0.0).nan_to_num(nan=math.inf).sum(1)
         off = off + p.eps * (n.sqrt() + 4) * size + torch.where(loose, self.size, 0.0).nan_to_num(nan=math.inf).sum(1)
-        return off + p.tiny * (4 + n)
+        return off + p.tiny * (4 + n) * max(1.0, lengths)
 
 
 def radial_sum(
@@ -236,7 +238,7 @@ def radial_sum(
     moved["dvalues"] = off.total(found, p)
     inner, n = g @ v.mT + v @ g.mT, v.shape[1]
     slope, slope_off = 2 * k.slope.abs(), 2 * (k.slope_off + p.eps * (n + 4) * k.slope.abs())
-    moved["dx"] = _along(slope * inner, slope_off * inner, found, p)
+    moved["dx"] = _along(slope * inner, slope_off * inner, found, p, 1 / found.radius)
     return true, moved
 
 
@@ -268,14 +270,16 @@ def radial_force(
     off = (w_off + 4 * p.eps * w)[..., None] * turned
     off = off + ((slope_off + 8 * p.eps * slope) * along + slope * along_off)[..., None] * length
     off = off + (slope * along)[..., None] * found.off
-    moved["dx"] = Bound(off, w[..., None] * turned + (slope * along)[..., None] * length).total(found, p)
+    moved["dx"] = Bound(off, w[..., None] * turned + (slope * along)[..., None] * length).total(
+        found, p, 1 / found.radius
+    )
     return true, moved
 
 
-def _along(w: Tensor, off: Tensor, found: Pairs, p: Precision) -> Tensor:
+def _along(w: Tensor, off: Tensor, found: Pairs, p: Precision, lengths: float = 1.0) -> Tensor:
     """How far the sum of w times differences may be off."""
     length = found.steps.detach().abs()
-    return Bound(off[..., None] * length + w[..., None] * found.off, w[..., None] * length).total(found, p)
+    return Bound(off[..., None] * length + w[..., None] * found.off, w[..., None] * length).total(found, p, lengths)
 
 
 def _gradients(out: Tensor, inputs: tuple[Tensor, ...], g: Tensor) -> list[Tensor]:
@@ -400,7 +404,7 @@ def _attention_moved(
     of_both = of_both + summed(n * len(S)) * both
     off = (of_both[..., None] * length).nan_to_num(nan=0.0) + both[..., None] * found.off
     off = torch.where((of_both == math.inf)[..., None], math.inf, off)
-    moved["dx"] = off.sum(1) / a.bandwidth**2 + N * p.tiny
+    moved["dx"] = off.sum(1) / a.bandwidth**2 + N * p.tiny * max(1.0, 1 / found.radius)
     return moved
 
 
