@@ -120,7 +120,7 @@ def make_mistake(c: Call, arguments: dict[str, Any]) -> None:
         "k of another head size": {"k": torch.cat([k, k], -1)},
         "v with a key more": {"v": torch.cat([v, v[..., :1, :]], -2)},
         "heads that G does not divide": {"k": torch.stack([one] * (H + 1)), "q": one, "v": one},
-        "no keys": {"k": k[..., :0, :], "v": v[..., :0, :]},
+        "no values": {"v": v[..., :0, :]},
         "softcap of 0": {"softcap": 0.0},
         "softcap of nan": {"softcap": math.nan},
         "scale of inf": {"scale": math.inf},

@@ -20,23 +20,29 @@ from soak_patterns import LARGEST, Draw, dilated, shortened, sometimes, spec_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+BLOCK = 3000  # calls
 FARTHEST = 2**31 - 2**16  # |q_offset| is accepted up to this less max(Q, K)
 
 
 class Profile(NamedTuple):
-    """What the calls on a kind of device are drawn from; few sizes on a GPU, whose kernels are compiled for each."""
+    """What the calls on a kind of device are drawn from.
+
+    On a GPU, where kernels are compiled for types, head sizes, terms and alignments, calls share `builds` draws of
+    these, and each `BLOCK` of calls has others; what is attended, lengths and values are drawn for every call.
+    """
 
     sizes: tuple[tuple[torch.dtype, int, int] | None, ...]  # (dtype, D, E); None: any
     lengths: tuple[int, ...]
     longest: int
     pairs: int  # B * H * Q * K at the most
     implementations: tuple[str | None, ...]
+    builds: int  # 0: every call has its own
 
 
 PROFILES = {
     "cpu": Profile(
         (None,), (1, 2, 3, 7, 17, 31, 32, 33, 40, 63, 64, 65, 96, 100, 127, 128, 129, 150), 500, 400_000,
-        (None,) * 12 + ("blocked",) * 4 + ("reference",) * 2 + ("triton", "hopper", "small"),
+        (None,) * 12 + ("blocked",) * 4 + ("reference",) * 2 + ("triton", "hopper", "small"), 0,
     ),
     "cuda": Profile(
         (
@@ -45,7 +51,7 @@ PROFILES = {
             (torch.float32, 300, 520),
         ),
         (1, 17, 40, 64, 100, 128, 129, 256, 300, 517, 900, 1024, 1400), 1500, 12_000_000,
-        (None,) * 10 + ("hopper",) * 5 + ("triton",) * 5 + ("small",) * 3 + ("blocked", "reference"),
+        (None,) * 10 + ("hopper",) * 5 + ("triton",) * 5 + ("small",) * 3 + ("blocked", "reference"), 45,
     ),
 }  # fmt: skip
 
@@ -111,25 +117,25 @@ def _vector_place(r: Draw) -> str:
     return r.choice(["plain", "plain", "plain", "strided", "unaligned", "expanded"])
 
 
-def _lengths(r: Draw, B: int, K: int) -> Vector:
-    dtype = r.choice(INTEGERS)
+def _lengths(r: Draw, b: Draw, B: int, K: int) -> Vector:
+    dtype = b.choice(INTEGERS)
     limits = torch.iinfo(dtype)
     wide = (limits.max, limits.min, LARGEST, 2**31, 2**32 + 10, -1, -(2**31) - 1, -(2**32) + 5)
     plain = (0, 1, K // 2, K - 1, K, K + 1, r.randrange(K + 2))
     values = tuple(r.choice(wide if r.random() < 0.3 else plain) for _ in range(B))
-    return Vector(tuple(min(max(n, limits.min), limits.max) for n in values), dtype, _vector_place(r))
+    return Vector(tuple(min(max(n, limits.min), limits.max) for n in values), dtype, _vector_place(b))
 
 
-def _slopes(r: Draw, H: int) -> Vector:
+def _slopes(r: Draw, b: Draw, H: int) -> Vector:
     sign, size = r.choice([1, -1]), r.choice([1.0, 1.0, 1.0, 0.01, 30.0, 1e4])
     powers = [sign * 2.0 ** (-8 * (h + 1) / H) for h in range(H)]
     values = r.choice([powers, [r.uniform(-1, 1) * size for _ in range(H)], [0.0] * H, [sign * size] * H])
-    return Vector(tuple(values), r.choice(FLOATS), _vector_place(r))
+    return Vector(tuple(values), b.choice(FLOATS), _vector_place(b))
 
 
-def _sinks(r: Draw, H: int) -> Vector:
+def _sinks(r: Draw, b: Draw, H: int) -> Vector:
     choices = (0.0, 50.0, -50.0, -math.inf, r.gauss(0, 1), r.gauss(0, 1), r.gauss(0, 1))
-    return Vector(tuple(r.choice(choices) for _ in range(H)), r.choice(FLOATS), _vector_place(r))
+    return Vector(tuple(r.choice(choices) for _ in range(H)), b.choice(FLOATS), _vector_place(b))
 
 
 def _number(r: Draw, values: tuple[Any, ...]) -> Any:
@@ -164,7 +170,7 @@ FORMS = ("pattern",) * 12 + (
 # Forms of pairs without positions: a q_offset moves none of them, and is refused, unless slopes read it.
 WITHOUT_POSITIONS = ("mask", "block mask", "mask function", "sparse")
 MISTAKES = (
-    "q of integers", "k of another head size", "v with a key more", "heads that G does not divide", "no keys",
+    "q of integers", "k of another head size", "v with a key more", "heads that G does not divide", "no values",
     "softcap of 0", "softcap of nan", "scale of inf", "lengths of floats", "lengths for another batch",
     "slopes for another head", "slopes that require grad", "sinks on integers", "q_offset of 2**31", "q_offset of 0.5",
     "a list of patterns", "a mask of floats", "a mask of another size", "an unknown implementation",
@@ -177,17 +183,18 @@ MISTAKES = (
 def draw(seed: int, device: str) -> Call:
     """The call of a seed, which is the same on every machine."""
     r, p = random.Random(seed), PROFILES[device]
-    size = r.choice(p.sizes)
+    b = random.Random(f"{seed // BLOCK} {seed % p.builds}") if p.builds else r
+    size = p.sizes[seed % p.builds % len(p.sizes)] if p.builds else b.choice(p.sizes)
     if size is None:
         edges = (1, 2, 3, 5, 8, 16, 17, 20, 32, 33, 64)
         D = r.choice(edges)
         E = D if r.random() < 0.5 else r.choice(edges)
         size = r.choice((torch.float32,) * 4 + (torch.float64,) * 3 + (torch.float16, torch.bfloat16)), D, E
     dtype, D, E = size
-    dims = r.choice([4, 4, 4, 4, 3, 2])
-    B = r.choice([1, 1, 2, 3]) if dims == 4 else 1
-    G = r.choice([1, 1, 2, 3]) if dims > 2 else 1
-    H = G * r.choice([1, 1, 2, 3, 4]) if dims > 2 else 1
+    dims = b.choice([4, 4, 4, 4, 3, 2])
+    B = b.choice([1, 1, 2, 3]) if dims == 4 else 1
+    G = b.choice([1, 1, 2, 3]) if dims > 2 else 1
+    H = G * b.choice([1, 1, 2, 3, 4]) if dims > 2 else 1
     K = r.choice(p.lengths) if r.random() < 0.96 else r.randrange(1, p.longest)
     Q = r.choice([K, K, K, 1, 1 + r.randrange(K), K + 1 + r.randrange(40), r.choice(p.lengths)])
     while p.pairs < B * H * Q * K:
@@ -206,11 +213,11 @@ def draw(seed: int, device: str) -> Call:
         q_offset = None
     merge = form in ("pattern", "handle") and spec[0] in ("Or", "LongNet") and r.random() < 0.3
     lengths, sinks, slopes = (
-        make(r, *sizes) if r.random() < 0.22 else None
+        make(r, b, *sizes) if b.random() < 0.22 else None
         for make, sizes in ((_lengths, (B, K)), (_sinks, (H,)), (_slopes, (H,)))
     )
     mistake = r.choice(MISTAKES) if r.random() < 0.03 else None
-    wanted = "" if r.random() < 0.12 else r.choice(["qkvs", "qkvs", "qkvs", "q", "kv", "s" if sinks else "qkv"])
+    wanted = "" if b.random() < 0.12 else b.choice(["qkvs", "qkvs", "qkvs", "q", "kv", "s" if sinks else "qkv"])
     blocks = r.choice([(64, 64), (128, 128), (32, 64), (96, 32)])
     scales = (
         0.0,
@@ -234,17 +241,17 @@ def draw(seed: int, device: str) -> Call:
         50.0,
         sometimes(r, 3.0, r.choice([1e39, 1e-39])),
     )
-    scale = _number(r, scales) if r.random() < 0.25 else None
-    softcap = _number(r, caps) if r.random() < 0.22 else None
+    scale = _number(b, scales) if b.random() < 0.25 else None
+    softcap = _number(r, caps) if b.random() < 0.22 else None
     places, mode = (
-        (r.choice(PLACES), r.choice(PLACES), r.choice(PLACES)),
+        (b.choice(PLACES), b.choice(PLACES), b.choice(PLACES)),
         r.choice(["no_grad", "inference_mode", "plain"]),
     )
     return Call(
         seed, device, dtype, (B, H, G, Q, K, D, E), dims, spec, form, blocks, merge, q_offset, scale, softcap,
         lengths, sinks, slopes, places, wanted, mode,
-        r.choice(["both", "both", "out", "lse"]), r.random() < 0.7, r.choice(p.implementations),
-        r.choice([None, None, False, True]), parts, mistake, mistake is None and r.random() < 0.3, r.random() < 0.3,
+        r.choice(["both", "both", "out", "lse"]), r.random() < 0.7, b.choice(p.implementations),
+        b.choice([None, None, False, True]), parts, mistake, mistake is None and r.random() < 0.3, r.random() < 0.3,
     )  # fmt: skip
 
 

@@ -191,6 +191,9 @@ def known(law: Law, found: Pairs, p: Precision) -> Known:
         steep = {"newton": steep, "plummer": steep}.get(law.name, (8 * (1 + t) + 4 * (1 + t) ** 2) / h**2)
         if law.name in ("spline", "wendland"):  # of a square root
             steep = steep + 1 / (h * h * t.sqrt())
+    if law.name not in ("Gaussian", "gravity"):  # what a user writes may overflow in the type
+        slope_off = torch.where(slope.abs() * p.tiny > 0.01, math.inf, slope_off)
+        off = torch.where(value.abs() * p.tiny > 0.01, math.inf, off)
     slopes = (torch.where(apart, one, 0.0) for one in (slope, slope_off + eps * steep))
     return Known(value, next(slopes), off + eps * size, next(slopes))
 

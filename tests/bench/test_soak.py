@@ -66,6 +66,27 @@ def test_every_pattern_is_drawn() -> None:
     assert drawn >= (set(gs.patterns.__all__) - {"Pattern"}) | {"And", "Or", "Not"}
 
 
+def test_calls_on_a_gpu_share_what_is_compiled() -> None:
+    """Few forms, which have everything in them; other calls have other forms."""
+    import soak_calls
+
+    def forms(first: int) -> set[tuple[Any, ...]]:
+        calls = [soak_calls.draw(seed, "cuda") for seed in range(first, first + soak_calls.BLOCK)]
+        assert {(c.dtype, *c.shape[-2:]) for c in calls} == set(p.sizes)
+        assert {c.implementation for c in calls} >= {None, "hopper", "triton", "small"}
+        for name in ("lengths", "sinks", "slopes", "softcap", "scale", "deterministic"):
+            assert {getattr(c, name) is None for c in calls} == {True, False}, name
+        terms = ("lengths", "sinks", "slopes", "softcap")
+        return {
+            (c.dtype, c.shape[-2:], c.places, c.implementation, *(getattr(c, n) is None for n in terms)) for c in calls
+        }
+
+    p = soak_calls.PROFILES["cuda"]
+    some, others = forms(0), forms(soak_calls.BLOCK)
+    assert len(some) == len(others) == p.builds
+    assert len(some & others) < p.builds // 4
+
+
 @pytest.mark.parametrize("first", [0, CALLS])
 def test_calls_run_clean(first: int, capsys: pytest.CaptureFixture[str]) -> None:
     import soak
