@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import copy
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gossamer.testing.cases import SMALL, Case
 from gossamer.torch.mask_layouts import packed_mask_of
 from tests.support import launches
 from tests.support.exact import NAMES, Exact, exact_of, no_gpu, within_nan
+from tests.support.unkept import check_unkept
 
 no_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -183,6 +185,33 @@ class TestBits(Runs):
         e = exact_of(case, dtype, device)
         first, second = (self.run(implementation, e, problem, None) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("name", "case", "dtype", "device"), [p for p in COMPUTED if "unkept" in p.values[1].tags])
+class TestUnkept(Runs):
+    def test_nothing_unkept_reaches_a_result(self, name: str, case: Case, dtype: str, device: str) -> None:
+        """NaN and infinities in what no kept pair has, in all operands at once: the bits that zeros give."""
+        implementation = implementation_of(name)
+        problem = problem_for(implementation, case, dtype, device)
+        if refused := reasons(problem, implementation.capability):
+            pytest.skip("; ".join(refused))
+        e = exact_of(case, dtype, device)
+        there = inputs.unkept(e.mask, e.terms, (case.B, case.H, case.Q), case.G)
+        given = [*(x.detach() for x in e.leaves[:3]), e.dout, e.dlse]
+
+        def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor) -> list[Tensor]:
+            filled = copy(e)
+            filled.leaves, filled.dout = [q, k, v, *e.leaves[3:]], dout
+            return self.run(implementation, filled, problem, dlse)
+
+        check_unkept(run, there, given, sinks=e.terms.sink_logits is not None)
+
+
+def test_cases_say_what_is_unkept() -> None:
+    for case in SMALL:
+        e = exact_of(case, case.dtypes[-1], "cpu")
+        there = inputs.unkept(e.mask, e.terms, (case.B, case.H, case.Q), case.G)
+        assert bool(there.rows.any() or there.keys.any()) == ("unkept" in case.tags), case
 
 
 @pytest.mark.parametrize("strides", inputs.STRIDES)

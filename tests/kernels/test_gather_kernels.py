@@ -19,7 +19,7 @@ from gossamer.layouts.gather import WIDTHS, GatherLayout, build_gather
 from gossamer.torch import device_arrays
 from tests.support.launches import backward, forward
 from tests.support.processes import INTERPRETING, in_interpreter
-from tests.support.triton_cases import CASES, Case, compare, make
+from tests.support.triton_cases import CASES, Case, check_case_unkept, compare, make
 
 GROUP_SIZES = tuple(WIDTHS)
 
@@ -41,7 +41,8 @@ SCATTERED = [
 NAMES = (
     "causal-split", "window-half", "bigbird", "per-head-grouped", "random", "random-per-batch-and-head",
     "random-grouped-lists", "empty-rows", "nothing-kept", "head-sizes", "large-heads", "one-query", "strided",
-    "negative-scale", "softcap", "alibi", "sink", "sink-split", "lengths-bits", "every-term", "offset",
+    "negative-scale", "softcap", "alibi", "sink", "sink-split", "lengths-bits", "window-lengths", "padded",
+    "every-term", "offset",
 )  # fmt: skip
 ON_DEVICE = [
     *(case for case in SCATTERED if case.name != "power-strided"),
@@ -68,10 +69,11 @@ def listed(mask: np.ndarray, block_q: int, device: str) -> GatherLayout:
     return key_list_layout(given, None, None, None, *mask.shape[2:], block_q=block_q, xp=device_arrays)
 
 
-def run(case: Case, device: str, block_q: int, config: Any = None, on_device: bool = False) -> tuple[Any, ...]:
+def run(
+    case: Case, device: str, block_q: int, config: Any = None, on_device: bool = False, unkept: bool = False
+) -> tuple[Any, ...]:
     """The results of the gather kernels, and what they are compared with."""
     problem, _, mask, terms, inputs = make(case, device)
-    q, k, v, dout, dlse = inputs
     host = mask.cpu().numpy()
     if on_device:
         layout = listed(host.reshape(*case.lead, case.Q, case.K), block_q, device)
@@ -91,13 +93,18 @@ def run(case: Case, device: str, block_q: int, config: Any = None, on_device: bo
         else None
     )
     options: dict[str, Any] = {"config": config, "limit": limit}
-    out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
-    gradients = backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
-    return (mask, terms, inputs), (out, lse, *gradients)
+
+    def results(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        out, lse = forward(gather, problem, layout, terms, q, k, v, **options)
+        return out, lse, *backward(gather, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
+
+    if unkept:
+        check_case_unkept(case, mask, terms, inputs, results)
+    return (mask, terms, inputs), results(*inputs)
 
 
 def check(case: Case, device: str, block_q: int, config: Any = None, on_device: bool = False) -> None:
-    against, found = run(case, device, block_q, config, on_device)
+    against, found = run(case, device, block_q, config, on_device, unkept=True)
     compare(case, *against, found)
 
 

@@ -13,9 +13,30 @@ from gossamer.kernels.triton.block.config import TileConfig
 from gossamer.layouts import BlockLayout, from_dense
 from gossamer.layouts.build import build
 from gossamer.patterns import BigBird, Causal, Dense, Dilated, Document, Pattern, PerHead, SlidingWindow
+from gossamer.patterns.base import Intervals
+from gossamer.patterns.grid import Sizes
 from gossamer.plan.problem import Problem
+from gossamer.testing.inputs import POISONS, unkept
 from gossamer.testing.tolerance import exact_results
 from tests.support.launches import backward, forward
+from tests.support.unkept import Run, check_unkept
+
+
+@dataclass(frozen=True)
+class PaddedDocuments(Pattern):
+    """Documents of `each` positions: the last third of their queries keep nothing, the first fifth of keys nobody."""
+
+    each: int
+
+    def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
+        same = i // self.each == j // self.each
+        return same & (i % self.each < 2 * self.each // 3) & (j % self.each >= self.each // 5)
+
+    def _intervals(self, sizes: Sizes) -> Intervals:
+        i = np.arange(sizes.Q) + sizes.q_offset
+        first, end = i // self.each * self.each + self.each // 5, (i // self.each + 1) * self.each
+        lo = np.where(i % self.each < 2 * self.each // 3, first, end)
+        return np.clip(lo, 0, sizes.K), np.clip(end, 0, sizes.K)
 
 
 @dataclass(frozen=True)
@@ -79,6 +100,9 @@ CASES = [
     Case("lengths", Dense(), B=2, terms={"lengths": (100, 0)}),
     Case("lengths-bits", 0.3, B=2, terms={"lengths": (150, 33)}, limit=1),
     Case("every-term", SlidingWindow(60), B=2, G=1, terms=TERMS | {"lengths": (150, 70)}, dtype=torch.float16),
+    Case("padded", PaddedDocuments(20), K=130, G=1),
+    Case("padded-on-device", PaddedDocuments(30), B=2, K=130, on_device=True, terms={"sink": (0.5, -1.0)}),
+    Case("window-lengths", SlidingWindow(30), B=2, terms={"lengths": (150, 60), "sink": (0.5, -1.0)}),
     Case("offset", Causal(), terms={"q_offset": 3, "alibi": (0.1, 0.4)}, Q=70, K=90),
 ]
 
@@ -132,11 +156,22 @@ def check(case: Case, device: str, tiles: TileConfig | None = None) -> None:
     from gossamer.kernels.triton.block import launch_block as launch
 
     problem, layout, mask, terms, inputs = make(case, device)
-    q, k, v, dout, dlse = inputs
     options: dict[str, Any] = {"tiles": tiles, "limit": case.limit}
-    out, lse = forward(launch, problem, layout, terms, q, k, v, **options)
-    gradients = backward(launch, problem, layout, terms, dout, dlse, q, k, v, out, lse, **options)
-    compare(case, mask, terms, inputs, (out, lse, *gradients))
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, lse = forward(launch, problem, layout, terms, q, k, v, **options)
+        return out, lse, *backward(launch, problem, layout, terms, *cotangents, q, k, v, out, lse, **options)
+
+    compare(case, mask, terms, inputs, run(*inputs))
+    check_case_unkept(case, mask, terms, inputs, run)
+
+
+def check_case_unkept(case: Case, mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor], run: Run) -> None:
+    """No result depends on what no kept pair has, where a case has any of that."""
+    there = unkept(mask, terms, (case.B, case.H, case.Q), case.G)
+    if there.rows.any() or there.keys.any():
+        poisons = POISONS if mask.is_cuda else POISONS[:1]  # the interpreter takes long
+        check_unkept(run, there, inputs, sinks=terms.sink_logits is not None, poisons=poisons)
 
 
 def compare(case: Case, mask: torch.Tensor, terms: Terms, inputs: list[torch.Tensor], found: tuple[Any, ...]) -> None:

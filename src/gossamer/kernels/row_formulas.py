@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Attended(NamedTuple):
+    """What the kept pairs of a call read: the rest is cleared, where it would meet a 0. None: everything is read."""
+
+    rows: Tensor | None  # broadcasts to (B, H, Q, 1) bool: queries that keep anything
+    keys: Tensor | None  # broadcasts to (B, G, K, 1) bool: keys that any query of the group keeps
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """`x` (B, H, Q, size), and 0 in queries that keep nothing."""
+        return x if self.rows is None else torch.where(self.rows, x, 0.0)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """`x` (B, G, K, size), and 0 in keys that no query keeps."""
+        return x if self.keys is None else torch.where(self.keys, x, 0.0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

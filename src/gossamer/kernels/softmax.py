@@ -93,6 +93,23 @@ def probability(
 
 
 @triton.jit
+def cleared(block, m_keep):
+    """Streamed rows [C, SIZE], and 0 in those that no resident row keeps: what is there may be NaN.
+
+    `m_keep` is [R, C], or [1, C] where all R rows keep the same.
+    """
+    m_some = tl.max(m_keep.to(tl.int32), 0) != 0
+    return tl.where(m_some[:, None], block, 0.0)
+
+
+@triton.jit
+def delta_of_rows(b_dout, b_out):
+    """rowsum(dout * out) [R]; a product with an `out` of 0, which an empty row has, is 0 whatever dout is."""
+    b_out = b_out.to(tl.float32)
+    return tl.sum(tl.where(b_out == 0.0, 0.0, b_dout.to(tl.float32) * b_out), 1)
+
+
+@triton.jit
 def score_gradient(b_p, b_dp, b_delta, b_t, SOFTCAP: tl.constexpr):
     """dS = P * (dP - delta), with respect to the scores before the soft cap."""
     b_ds = b_p * (b_dp - b_delta)

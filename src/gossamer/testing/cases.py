@@ -2,7 +2,8 @@
 
 Tags: `smoke` (small, one of each kind), `odd` (sizes and edges that break things), `terms` (score terms), `bench`
 (large, measured), `foundation` (the README's measurements), `hopper` (beside the fastest kernels for an H200),
-`dilated`, `graph` (scattered pairs), `cpu` (measured on a CPU).
+`dilated`, `graph` (scattered pairs), `cpu` (measured on a CPU), `unkept` (queries that keep nothing, or keys that no
+query keeps).
 """
 
 from __future__ import annotations
@@ -93,6 +94,13 @@ def _tree(nodes: int) -> Tree:
     return Tree([int(rng.integers(-1, t)) for t in range(nodes)])
 
 
+def _with_gaps(N: int) -> CSR:
+    """Every third row, a run of rows, every fifth key and a run of keys are of no pair."""
+    kept = np.random.default_rng(13).random((N, N)) < 0.6
+    kept[::3] = kept[40:72] = kept[:, ::5] = kept[:, 60:95] = False
+    return CSR._from_pairs(*np.nonzero(kept), N, N)
+
+
 def _half_empty(N: int) -> BlockMask:
     """Every other block row keeps nothing."""
     mask = np.tril(np.ones((-(-N // 16), -(-N // 16)), dtype=bool))
@@ -137,38 +145,47 @@ SMALL = (
     square("dilated", 160, lambda: Dilated(6, 3, 5), "smoke"),
     square("strided", 170, lambda: Strided(16, 10), "smoke"),
     square("power_strided", 170, lambda: PowerStrided(2, 4), "smoke"),
-    square("csr", 150, lambda: _random_rows(150, 150, 9, 1), "smoke", "odd"),
+    square("csr", 150, lambda: _random_rows(150, 150, 9, 1), "smoke", "odd", "unkept"),
     square("tree", 40, lambda: _tree(40), "smoke", K=110, H=4, G=2),
     square("tree_alone", 26, lambda: _tree(26), "odd"),
-    square("tree_in_a_cache", 26, lambda: _tree(26), "odd", K=110, q_offset=50, B=2),
+    square("tree_in_a_cache", 26, lambda: _tree(26), "odd", "unkept", K=110, q_offset=50, B=2),
     square("composed", 140, lambda: (SlidingWindow(16) | BigBird(16)) & ~Local(8), "smoke"),
-    square("block_mask_by_head", 150, lambda: _block_mask_by_head(4, 150, 16), "smoke", H=4, G=2, B=2),
+    square("block_mask_by_head", 150, lambda: _block_mask_by_head(4, 150, 16), "smoke", "unkept", H=4, G=2, B=2),
     square("per_head", 140, lambda: PerHead([SlidingWindow(31), Dilated(8, 0, 4), Causal(), Dense()]), "smoke", H=4),
-    square("per_batch", 130, lambda: PerBatch([Longformer(8, (0, 99)), _random_rows(130, 130, 9, 2)]), "odd", B=2, G=1),
+    square(
+        "per_batch", 130, lambda: PerBatch([Longformer(8, (0, 99)), _random_rows(130, 130, 9, 2)]), "odd", "unkept",
+        B=2, G=1,
+    ),
     square("longnet", 150, lambda: LongNet((16, 48), (1, 3), heads=4), "smoke", H=4, G=2),
     square("documents_by_batch", 130, lambda: _documents(3, 130), "smoke", B=3, H=4, G=2),
     square("one_position", 1, Causal, "odd", H=1, D=1),
-    square("one_query", 1, lambda: SlidingWindow(40), "odd", K=129, B=2, H=4, G=2),
+    square("one_query", 1, lambda: SlidingWindow(40), "odd", "unkept", K=129, B=2, H=4, G=2),
     square("odd_sizes", 97, lambda: SlidingWindow(31), "odd", D=17, E=23, H=3, G=1),
     square("wide_values", 100, Causal, "odd", D=8, E=72),
     square("head_size_one", 65, Causal, "odd", D=1),
     square("wide_heads", 90, lambda: SlidingWindow(40), "odd", D=264, E=300, G=1),
     square("fewer_queries", 60, Causal, "odd", K=190),
-    square("more_queries", 150, Causal, "odd", K=70),  # the first 80 rows keep nothing
-    square("offset_zero", 60, lambda: SlidingWindow(20), "odd", K=150, q_offset=0),
-    square("offset_negative", 90, Causal, "odd", K=90, q_offset=-17),
-    square("empty_rows", 130, lambda: _half_empty(130), "odd", B=2),
-    square("all_empty", 40, lambda: ~Dense(), "odd"),
+    square("more_queries", 150, Causal, "odd", "unkept", K=70),  # the first 80 rows keep nothing
+    square("offset_zero", 60, lambda: SlidingWindow(20), "odd", "unkept", K=150, q_offset=0),
+    square("gaps", 140, lambda: _with_gaps(140), "odd", "unkept", B=2, H=4, G=2),
+    square("gaps_by_head", 100, lambda: PerHead([_with_gaps(100), SlidingWindow(9)]), "odd", "unkept", B=2, G=1),
+    square("offset_negative", 90, Causal, "odd", "unkept", K=90, q_offset=-17),
+    square("empty_rows", 130, lambda: _half_empty(130), "odd", "unkept", B=2),
+    square("all_empty", 40, lambda: ~Dense(), "odd", "unkept"),
     square("rank_three", 110, lambda: SlidingWindow(30), "odd", dims=3, H=4, G=2),
     square("rank_two", 110, lambda: SlidingWindow(30), "odd", dims=2, H=1),
-    square("key_lengths", 120, Causal, "terms", B=4, key_lengths=(0, 1, 77, 120)),
+    square("key_lengths", 120, Causal, "terms", "unkept", B=4, key_lengths=(0, 1, 77, 120)),
+    square(
+        "key_lengths_empty_rows", 130, lambda: SlidingWindow(30), "terms", "unkept", B=3, key_lengths=(0, 41, 130),
+        sink_logits=True,
+    ),
     square("softcap", 120, lambda: SlidingWindow(40), "terms", softcap=3.0),
     square("sink_logits", 120, lambda: SlidingWindow(40), "terms", H=4, sink_logits=True),
-    square("sink_logits_empty_rows", 100, lambda: _half_empty(100), "terms", sink_logits=True),
+    square("sink_logits_empty_rows", 100, lambda: _half_empty(100), "terms", "unkept", sink_logits=True),
     square("alibi", 120, Causal, "terms", H=4, G=2, alibi_slopes=True),
     square(
-        "all_terms", 110, lambda: SlidingWindow(60) | BigBird(16), "terms", B=2, H=4, G=2, key_lengths=(110, 64),
-        softcap=5.0, sink_logits=True, alibi_slopes=True,
+        "all_terms", 110, lambda: SlidingWindow(60) | BigBird(16), "terms", "unkept", B=2, H=4, G=2,
+        key_lengths=(110, 64), softcap=5.0, sink_logits=True, alibi_slopes=True,
     ),
 )  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Terms
+from gossamer.kernels.reference import kept
 from gossamer.plan.problem import Problem
 from gossamer.testing.cases import Case
 from gossamer.torch.planning import chip_of
@@ -16,6 +18,22 @@ if TYPE_CHECKING:
     from gossamer.patterns import Pattern
 
 STRIDES = ("plain", "positions_first", "sliced")
+POISONS = (math.nan, math.inf, -math.inf)  # what may be in memory that no kept pair reads
+
+
+class Unkept(NamedTuple):
+    """What no pair of a call has: queries that keep nothing, and keys that no query of their group keeps."""
+
+    rows: Tensor  # (B, H, Q) bool
+    keys: Tensor  # (B, G, K) bool
+
+    def with_rows(self, x: Tensor, value: float) -> Tensor:
+        """q, dout (B, H, Q, size) or dlse (B, H, Q) with a value in all rows that keep nothing."""
+        return x.masked_fill(self.rows if x.ndim == 3 else self.rows[..., None], value)
+
+    def with_keys(self, x: Tensor, value: float) -> Tensor:
+        """k or v (B, G, K, size) with a value in all keys that no query keeps."""
+        return x.masked_fill(self.keys[..., None], value)
 
 
 class Inputs(NamedTuple):
@@ -96,6 +114,18 @@ def make(
     offset = case.K - case.Q if case.q_offset is None else case.q_offset
     terms = Terms(case.D**-0.5, offset, case.softcap, lengths, sinks, slopes)
     return Inputs(case.pattern() if pattern is None else pattern, q, k, v, terms, draw(case.H, case.Q, case.E))
+
+
+def unkept(mask: Tensor, terms: Terms, shape: tuple[int, int, int], G: int) -> Unkept:
+    """What no pair of a call has.
+
+    Args:
+        mask: broadcasts to (B, H, Q, K).
+        shape: (B, H, Q).
+        G: heads of k and v.
+    """
+    keep = kept(mask, terms, mask.shape[-1]).expand(*shape, -1)
+    return Unkept(~keep.any(-1), ~keep.unflatten(1, (G, -1)).any(3).any(2))
 
 
 def problem_of(case: Case, dtype: str, device: str = "cpu", *, backward: bool = True) -> Problem:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.blocked.attended import Readable
 from gossamer.kernels.blocked.tile_masks import Masks, make_masks
 from gossamer.layouts.block import BlockLayout
 from gossamer.plan.problem import Problem
@@ -57,6 +58,7 @@ class BatchPlan:
     masks: Masks
     query_tiles: int
     key_tiles: int
+    readable: Readable
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,10 @@ def plan_batches(layout: BlockLayout, problem: Problem) -> BatchPlan:
         batches.extend(_views(lists, masks, a, z, step, limit, T, heads[a // T]))
     gathered |= (n > 0) & ~run
     batches.extend(_gathers(lists, masks, np.flatnonzero(gathered), limit, T, key_tiles, heads, problem))
-    device = walk.lo.device
+    device, readable = walk.lo.device, Readable(layout, problem)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the masks were made there, and calls on any stream read them
-    return BatchPlan(tuple(_to(b, device) for b in batches), masks, T, key_tiles)
+    return BatchPlan(tuple(_to(b, device) for b in batches), masks, T, key_tiles, readable)
 
 
 def _read(layout: BlockLayout) -> tuple[Lists, Masks]:

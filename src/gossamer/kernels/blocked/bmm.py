@@ -43,7 +43,9 @@ def forward(
     """(out, lse)."""
     bq, bk = layout.block_q, layout.block_kv
     plan = batches_of(layout, problem)
-    qt, kt, vt = tile(q, plan.query_tiles, bq), tile(k, plan.key_tiles, bk), tile(v, plan.key_tiles, bk)
+    there = plan.readable.attended(terms.key_lengths)
+    qt = tile(there.of_rows(q), plan.query_tiles, bq)
+    kt, vt = (tile(there.of_keys(x), plan.key_tiles, bk) for x in (k, v))
     dtype = qt.flat.dtype
     scratch = Scratch(qt.flat)
     scorer = Scorer(problem, plan, terms, bq, bk, scratch)
@@ -106,8 +108,10 @@ def backward(
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     bq, bk, p = layout.block_q, layout.block_kv, problem
     plan = batches_of(layout, problem)
-    qt, kt, vt = tile(q, plan.query_tiles, bq), tile(k, plan.key_tiles, bk), tile(v, plan.key_tiles, bk)
-    dot = tile(dout, plan.query_tiles, bq)
+    there = plan.readable.attended(terms.key_lengths)
+    dout = there.of_rows(dout)
+    qt, dot = (tile(x, plan.query_tiles, bq) for x in (there.of_rows(q), dout))
+    kt, vt = (tile(there.of_keys(x), plan.key_tiles, bk) for x in (k, v))
     delta, lse = row_terms(dout, dlse, out, lse, qt.flat.dtype)
     delta_t = tile(delta[..., None], plan.query_tiles, bq)
     # Rows that do not exist have probabilities of 0, whatever ALiBi makes of their scores.

@@ -29,7 +29,7 @@ from gossamer.kernels.blocked.intervals import (
 )
 from gossamer.kernels.contract import Terms
 from gossamer.kernels.launch import ALIGNMENT, Direction
-from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.row_formulas import Attended, compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.block import BlockLayout
 from gossamer.memo import Memo, Memos
 from gossamer.plan.problem import Problem
@@ -78,6 +78,7 @@ class Schedule:
     """The calls of a problem, and the rows that no call, or no key of one, is for."""
 
     calls: tuple[Call, ...]
+    attended: Attended  # of what they read
     empty: tuple[tuple[slice, slice, Tensor], ...] = ()  # batch elements, heads, (Q,) bool
     whole: Call | None = None  # the one call, of one block, that computes everything: its results are the results
 
@@ -133,7 +134,34 @@ class FlashPlan:
             if none.any():
                 empty.append((part.batch, part.heads, torch.from_numpy(none)))
         whole = calls[0] if len(calls) == 1 and calls[0].blocks == 1 and not empty else None
-        return Schedule(tuple(calls), tuple(empty), whole)
+        return Schedule(tuple(calls), Attended(self._rows(empty), self._keys(parts)), tuple(empty), whole)
+
+    def _rows(self, empty: list[tuple[slice, slice, Tensor]]) -> Tensor | None:
+        """The queries that keep anything; None: all."""
+        p = self.problem
+        if not empty:
+            return None
+        kept = torch.ones(p.B, p.H, p.Q, 1, dtype=torch.bool, device="cpu")
+        for batch, heads, none in empty:
+            kept[batch, heads] = ~none[:, None]
+        return kept
+
+    def _keys(self, parts: tuple[Part, ...]) -> Tensor | None:
+        """The keys that any query keeps, where calls read others as well; else None.
+
+        A block has the keys from the first to the last that its rows keep: others are between those of two rows.
+        """
+        p = self.problem
+        if not any(_between(part.intervals) for part in parts):
+            return None
+        kept = torch.zeros(p.B, p.G, p.K, 1, dtype=torch.bool, device="cpu")
+        for part in parts:
+            group, some = p.H // p.G, part.intervals.hi > part.intervals.lo
+            lo, hi = (x[some] for x in part.intervals)
+            of_group = slice(part.heads.start // group, (part.heads.stop - 1) // group + 1)
+            ends = np.bincount(lo, minlength=p.K + 1) - np.bincount(hi, minlength=p.K + 1)
+            kept[part.batch, of_group] |= torch.from_numpy(ends.cumsum()[: p.K] > 0)[:, None]
+        return kept
 
     def _in_memory(self, part: Part) -> Iterator[_Heads]:
         """The heads of a part whose q and k lie at one stride each."""
@@ -196,6 +224,16 @@ class FlashPlan:
             found = torch.from_numpy(np.where(kept, 0.0, -np.inf).astype(dtype))[None, None]
             self._masks[key] = found
         return found if width == x.keys else found[..., : x.keys]
+
+
+def _between(intervals: Intervals) -> bool:
+    """Whether there are keys between those of two rows that no row keeps."""
+    some = intervals.hi > intervals.lo
+    lo, hi = (x[some] for x in intervals)
+    if (lo[1:] < lo[:-1]).any():
+        order = np.argsort(lo, kind="stable")
+        lo, hi = lo[order], hi[order]
+    return bool((lo[1:] > np.maximum.accumulate(hi)[:-1]).any())
 
 
 class _Heads(NamedTuple):
@@ -265,6 +303,8 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
 def forward(plan: FlashPlan, terms: Terms, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     p, schedule, dtype = plan.problem, plan.schedule(terms.key_lengths), q.dtype
+    there = schedule.attended
+    q, k, v = there.of_rows(q), there.of_keys(k), there.of_keys(v)
     if schedule.whole is not None:
         out, lse = _whole(plan, schedule.whole, terms.scale, q, k, v)
     else:
@@ -346,6 +386,8 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     p, S, schedule = plan.problem, plan.features, plan.schedule(terms.key_lengths)
+    there = schedule.attended
+    dout, q, k, v = there.of_rows(dout), there.of_rows(q), there.of_keys(k), there.of_keys(v)
     given = operands(dout, dlse, q, k, v, out, lse, S, bool(schedule.empty))
     found: tuple[Tensor, ...] = ()
     if schedule.whole is not None and schedule.whole.keys == p.K:

@@ -110,8 +110,9 @@ def _keys(plan: TilePlan, x: Tensor) -> Tiled:
 
 def forward(plan: TilePlan, problem: Problem, terms: Terms, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
-    S, dtype = features_of(problem, None), q.dtype
-    qt, kt, vt = _queries(plan, widened(q, S)), _keys(plan, widened(k, S)), _keys(plan, widened(v, S))
+    S, dtype, there = features_of(problem, None), q.dtype, plan.batches.readable.attended(None)
+    qt = _queries(plan, widened(there.of_rows(q), S))
+    kt, vt = (_keys(plan, widened(there.of_keys(x), S)) for x in (k, v))
     out, lse = qt._replace(flat=torch.zeros_like(qt.flat)), qt._replace(flat=qt.flat.new_full(_sums(qt), -torch.inf))
     scratch = Scratch(qt.flat)
     for batch in plan.batches.batches:
@@ -154,7 +155,8 @@ def backward(
     out: Tensor, lse: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
-    p = problem
+    p, there = problem, plan.batches.readable.attended(None)
+    dout, q, k, v = there.of_rows(dout), there.of_rows(q), there.of_keys(k), there.of_keys(v)
     given = operands(dout, dlse, q, k, v, out, lse, features_of(p, dlse), some_empty=True)
     dot, qt, outs = (_queries(plan, x) for x in (given.dout, given.q, given.out))
     sums = _queries(plan, given.lse[..., None], padding=torch.inf)

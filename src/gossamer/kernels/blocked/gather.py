@@ -19,7 +19,7 @@ from torch import Tensor
 from gossamer.kernels.blocked.gather_lists import Lists, Part, Sums, plan_parts
 from gossamer.kernels.blocked.tiles import LOG2E
 from gossamer.kernels.contract import Scoring, Terms
-from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.row_formulas import Attended, compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.gather import GatherLayout
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
@@ -42,8 +42,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
     p, terms = problem, Terms(*scoring, *vectors)
-    dtype = compute_dtype(q.dtype)
-    qs, ks, vs = (_table(x, dtype) for x in (q, k, v))
+    dtype, there = compute_dtype(q.dtype), _attended(layout, p, terms)
+    qs, ks, vs = (_table(x, dtype) for x in (there.of_rows(q), there.of_keys(k), there.of_keys(v)))
     out: Tensor | None = None
     lse = qs.new_empty(len(qs))
     sinks = None if terms.sink_logits is None else _rows_of_heads(terms.sink_logits.to(dtype), p)
@@ -79,9 +79,10 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     p, terms = problem, Terms(*scoring, *vectors)
-    dtype = compute_dtype(q.dtype)
-    qs, ks, vs, douts = (_table(x, dtype) for x in (q, k, v, dout))
-    delta, lse = row_terms(dout, dlse, out, lse, dtype)
+    dtype, there = compute_dtype(q.dtype), _attended(layout, p, terms)
+    cleared = there.of_rows(dout)
+    qs, ks, vs, douts = (_table(x, dtype) for x in (there.of_rows(q), there.of_keys(k), there.of_keys(v), cleared))
+    delta, lse = row_terms(cleared, dlse, out, lse, dtype)
     minus_lse, minus_delta = lse.neg().view(-1), delta.mul(-terms.scale).view(-1)
     dq: Tensor | None = None
     dk: Tensor | None = None
@@ -107,6 +108,20 @@ def backward(
 
 
 DIRECTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"gather_forward": forward, "gather_backward": backward}
+
+
+def _attended(layout: GatherLayout, p: Problem, terms: Terms) -> Attended:
+    """What is read of rows and keys: only listed keys are, so that lengths alone leave some out.
+
+    A row without keys is read where it has a sink, whose gradient is a sum over all rows.
+    """
+    walk, lengths = layout.rows.for_heads(p.H), terms.key_lengths
+    if lengths is None:
+        return Attended(None if terms.sink_logits is None else (walk.counts > 0)[..., None], None)
+    some, lengths = walk.counts > 0, lengths[:, None, None]
+    first = walk.indices[torch.where(some, walk.starts, 0)] if len(walk.indices) else walk.counts  # lists ascend
+    below = torch.arange(p.K, device=lengths.device) < lengths
+    return Attended((some & (first < lengths))[..., None], below[..., None])
 
 
 class _Places(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
-from gossamer.kernels.row_formulas import compute_dtype, row_terms, sink_gradient
+from gossamer.kernels.row_formulas import Attended, compute_dtype, row_terms, sink_gradient
 from gossamer.plan.capability import Capability
 from gossamer.plan.problem import Problem
 
@@ -24,6 +24,11 @@ def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:
         return mask
     j = torch.arange(K, device=mask.device)
     return mask & (j < terms.key_lengths.to(mask.device)[:, None, None, None])
+
+
+def attended(keep: Tensor, G: int) -> Attended:
+    """What a mask (B, H, Q, K) keeps of its rows and keys."""
+    return Attended(keep.any(-1, keepdim=True), _by_group(keep.any(-2), G).any(2)[..., None])
 
 
 def scores(q: Tensor, k: Tensor, terms: Terms, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -56,8 +61,9 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> tuple
     B, H, Q, _ = q.shape
     G, K = k.shape[1:3]
     keep = kept(mask, terms, K).expand(B, H, Q, K)
+    there, some = attended(keep, G), keep.any(-1)
+    q, k, v = there.of_rows(q), there.of_keys(k), there.of_keys(v)
     s, _ = scores(q, k, terms)
-    some = keep.any(-1)
     s = torch.where(keep, s, -torch.inf)
     if terms.sink_logits is not None:
         sink = terms.sink_logits.double()[:, None, None].expand(B, H, Q, 1)
@@ -65,7 +71,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms) -> tuple
     s = torch.where(some[..., None], s, 0.0)
     lse = torch.logsumexp(s, -1)
     p = torch.where(keep, torch.exp(s - lse[..., None])[..., :K], 0.0)
-    out = (_by_group(p, G) @ v.unsqueeze(2)).reshape(B, H, Q, -1)
+    out = there.of_rows((_by_group(p, G) @ v.unsqueeze(2)).reshape(B, H, Q, -1))
     return out, torch.where(some, lse, -torch.inf)
 
 
@@ -104,13 +110,20 @@ class Reference:
         return partial(directions[name], problem, scoring)
 
 
+def _attended(problem: Problem, terms: Terms, mask: Tensor) -> tuple[Tensor, Attended]:
+    """The pairs of a call that are kept, (B, H, Q, K), and what they read."""
+    keep = kept(mask, terms, problem.K).expand(problem.B, problem.H, problem.Q, problem.K)
+    return keep, attended(keep, problem.G)
+
+
 def forward(
     problem: Problem, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *vectors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
     terms, dtype = Terms(*scoring, *vectors), compute_dtype(q.dtype)
-    s, _ = scores(q.to(dtype), k.to(dtype), terms)
-    s = s.masked_fill(~kept(mask, terms, problem.K), -torch.inf)
+    keep, there = _attended(problem, terms, mask)
+    s, _ = scores(there.of_rows(q.to(dtype)), there.of_keys(k.to(dtype)), terms)
+    s = s.masked_fill(~keep, -torch.inf)
     m = s.amax(-1)
     sink = None if terms.sink_logits is None else terms.sink_logits.to(dtype)[:, None]
     if sink is not None:
@@ -120,7 +133,7 @@ def forward(
     total = p.sum(-1)
     if sink is not None:
         total = total + torch.exp(sink - m)
-    out = (_by_group(p, problem.G) @ v.to(dtype).unsqueeze(2)).reshape(*q.shape[:3], problem.E)
+    out = (_by_group(p, problem.G) @ there.of_keys(v.to(dtype)).unsqueeze(2)).reshape(*q.shape[:3], problem.E)
     # A row that keeps anything has a total of at least 1, its largest term.
     out = out / total.clamp(min=1.0)[..., None]
     return out.to(q.dtype), m + torch.log(total)
@@ -132,10 +145,12 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     terms, dtype, G = Terms(*scoring, *vectors), compute_dtype(q.dtype), problem.G
-    delta, lse = row_terms(dout, dlse, out, lse, dtype)
-    qc, kc, vc, do = q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype)
+    keep, there = _attended(problem, terms, mask)
+    qc, do = (there.of_rows(x.to(dtype)) for x in (q, dout))
+    kc, vc = (there.of_keys(x.to(dtype)) for x in (k, v))
+    delta, lse = row_terms(do, dlse, out, lse, dtype)
     s, t = scores(qc, kc, terms)
-    s = s.masked_fill(~kept(mask, terms, problem.K), -torch.inf)
+    s = s.masked_fill(~keep, -torch.inf)
     p = torch.exp(s - lse[..., None])
     dp = (_by_group(do, G) @ vc.mT.unsqueeze(2)).reshape(s.shape)
     ds = p * (dp - delta[..., None])

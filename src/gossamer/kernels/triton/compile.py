@@ -48,6 +48,7 @@ class Variant:
     contiguous: tuple[str, ...] = ()
     terms: tuple[str, ...] = ()  # of softcap, alibi, sink, lengths
     splits_rows: bool = True
+    clear: bool = True
     tile: tuple[int, int] = (128, 128)
 
 
@@ -79,6 +80,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         "B_FROM_GRID": True,
         "H_FROM_GRID": True,
         "HAS_ITEMS": True,
+        "CLEAR": variant.clear,
         "HAS_SLOTS": variant.splits_rows,
         "FOLD": not {"softcap", "alibi"} & set(variant.terms),
         "PRECISION": config.precision,

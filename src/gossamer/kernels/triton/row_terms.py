@@ -7,7 +7,7 @@ import triton.language as tl
 
 from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded
-from gossamer.kernels.softmax import empty_rows
+from gossamer.kernels.softmax import delta_of_rows, empty_rows
 from gossamer.kernels.triton.arguments import arrays, operand, step
 from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
 from gossamer.kernels.triton.row_access import load_rows
@@ -38,7 +38,7 @@ def row_terms_kernel(
     h64 = (i_bh % H).to(tl.int64)
     b_dout = load_rows(dout + b64 * stride_gb + h64 * stride_gh, row_start, Q, stride_gn, R, E, BLOCK_E, True)
     b_out = load_rows(out + b64 * stride_ob + h64 * stride_oh, row_start, Q, stride_on, R, E, BLOCK_E, True)
-    b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
+    b_delta = delta_of_rows(b_dout, b_out)
     o_r = row_start + tl.arange(0, R)
     o64 = o_r.to(tl.int64)
     if DLSE:

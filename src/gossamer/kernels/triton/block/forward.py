@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.scores import score
-from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, start_rows
+from gossamer.kernels.softmax import add_scores, cleared, end_of_keys, head_slope, start_rows
 from gossamer.kernels.triton.block.lists import MODES, decode, list_entry, list_range, next_entry, step_mask
 from gossamer.kernels.triton.mask_modes import FULL, INTERVAL, row_bounds
 from gossamer.kernels.triton.row_access import copy_index, load_rows, store_row_results, store_rows, stream_rows
@@ -40,11 +40,12 @@ def forward_kernel(
     HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, FULL_CONTIGUOUS: tl.constexpr,
     INTERVAL_CONTIGUOUS: tl.constexpr, BITS_CONTIGUOUS: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """out and lse of R query rows, or their partial sums when the row is split.
 
-    `list_b` and `list_h` are the strides, in lists, of a batch element and a head (0 where they share).
+    `list_b` and `list_h` are the strides, in lists, of a batch element and a head (0 where they share). CLEAR: there
+    may be keys below the end that no query keeps, whose values may be NaN.
     """
     SUB: tl.constexpr = TILE_ROWS // R
     MEMBERS: tl.constexpr = GROUP if H_FROM_GRID else 1
@@ -105,7 +106,11 @@ def forward_kernel(
                     b_s = tl.where(m_keep, b_s, float("-inf"))
                 b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m, scale, FOLD)
                 b_acc = b_acc * b_shrink[:, None]
-                b_v = stream_rows(v, i_b, i_g, column, K, stride_vn, C, E, BLOCK_E, mode != FULL, TMA)
+                b_v = stream_rows(
+                    v, i_b, i_g, column, key_end, stride_vn, C, E, BLOCK_E, (mode != FULL) or LENGTHS, TMA
+                )
+                if (CLEAR and (mode != FULL)) or (LENGTHS and TMA):
+                    b_v = cleared(b_v, m_keep)
                 b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
                 ahead = (step + 1) // STEPS
                 tile, entry = next_entry(tile, entry, indices, pool_index, start, ahead, last, mode, contiguous)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.softmax import end_of_keys, head_slope, probability, score_gradient
+from gossamer.kernels.softmax import cleared, end_of_keys, head_slope, probability, score_gradient
 from gossamer.kernels.triton.block.lists import MODES, decode, list_entry, list_range, next_entry, step_mask
 from gossamer.kernels.triton.mask_modes import FULL, INTERVAL, row_bounds
 from gossamer.kernels.triton.row_access import copy_index, load_rows, store_rows, stream_rows
@@ -41,11 +41,12 @@ def dkdv_kernel(
     HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, FULL_CONTIGUOUS: tl.constexpr,
     INTERVAL_CONTIGUOUS: tl.constexpr, BITS_CONTIGUOUS: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of R key rows, summed over the query heads of the key head, or partial sums when the row is split.
 
-    The walk is the transpose of the layout: its rows are keys, its columns queries.
+    The walk is the transpose of the layout: its rows are keys, its columns queries. CLEAR: there may be queries that
+    keep nothing, or keys that no query keeps, which may be NaN, as their rows of dout may.
     """
     SUB: tl.constexpr = TILE_ROWS // R
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -109,9 +110,16 @@ def dkdv_kernel(
                     # No mask: these rows are padded to whole tiles, and the loads stay wide.
                     b_lse = tl.load(lse_head + o_q)
                     b_delta = tl.load(delta_head + o_q)
+                    m_read = m_keep
+                    if LENGTHS and (mode != FULL):
+                        m_read = m_keep & (o_r < key_end)[:, None]
                     b_q = stream_rows(q_head, i_b, i_h, column, Q, stride_qn, C, D, BLOCK_D, mode != FULL, TMA)
+                    if CLEAR and (mode != FULL):
+                        b_q = cleared(b_q, m_read)
                     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
                     b_dout = stream_rows(dout_head, i_b, i_h, column, Q, stride_gn, C, E, BLOCK_E, mode != FULL, TMA)
+                    if CLEAR and (mode != FULL):
+                        b_dout = cleared(b_dout, m_read)
                     b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
                     distance = o_r[:, None] - (o_q + q_offset)[None, :]
                     b_p, b_t = probability(
@@ -119,6 +127,8 @@ def dkdv_kernel(
                     )
                     b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
                     b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
+                    if CLEAR and (mode != FULL):
+                        b_ds = tl.where(m_keep, b_ds, 0.0)  # dP of a key that no query keeps may be NaN
                     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
                     ahead = (step + 1) // STEPS
                     tile, entry = next_entry(tile, entry, indices, pool_index, start, ahead, last, mode, contiguous)

@@ -66,5 +66,6 @@ def _walk(
     own = {"TMA": tma, "R": chosen.rows, "C": chosen.columns, "PRECISION": chosen.precision}
     programs = walk.block_rows // chosen.rows * plan.size
     values = {**values, **streamed, **listed(b, direction, plan.arrays), **plan.constants, **own}
+    values["CLEAR"] |= direction == "dkdv" and values["LENGTHS"]  # they may leave queries nothing
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
     plan.split_rows.step(b, direction, KERNELS[direction], programs, values, options)

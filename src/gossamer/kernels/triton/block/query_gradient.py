@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.kernels.softmax import end_of_keys, head_slope, probability, score_gradient
+from gossamer.kernels.softmax import cleared, end_of_keys, head_slope, probability, score_gradient
 from gossamer.kernels.triton.block.lists import MODES, decode, list_entry, list_range, next_entry, step_mask
 from gossamer.kernels.triton.mask_modes import FULL, INTERVAL, row_bounds
 from gossamer.kernels.triton.row_access import copy_index, load_rows, store_rows, stream_rows
@@ -39,9 +39,9 @@ def dq_kernel(
     HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, FULL_CONTIGUOUS: tl.constexpr,
     INTERVAL_CONTIGUOUS: tl.constexpr, BITS_CONTIGUOUS: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """dQ of R query rows, or a partial sum of it when the row is split."""
+    """dQ of R query rows, or a partial sum of it when the row is split; CLEAR as in the forward."""
     SUB: tl.constexpr = TILE_ROWS // R
     MEMBERS: tl.constexpr = GROUP if H_FROM_GRID else 1
     STEPS: tl.constexpr = TILE_COLUMNS // C
@@ -95,16 +95,21 @@ def dq_kernel(
                     pool, entry, sub, step % STEPS, column, b_lo, b_hi, key_end, mode, LENGTHS, R, C, TILE_ROWS,
                     TILE_COLUMNS,
                 )  # fmt: skip
-                b_k = stream_rows(k, i_b, i_g, column, K, stride_kn, C, D, BLOCK_D, mode != FULL, TMA)
+                b_k = stream_rows(
+                    k, i_b, i_g, column, key_end, stride_kn, C, D, BLOCK_D, (mode != FULL) or LENGTHS, TMA
+                )
+                if (CLEAR and (mode != FULL)) or (LENGTHS and TMA):
+                    b_k = cleared(b_k, m_keep)
                 b_v = stream_rows(v, i_b, i_g, column, K, stride_vn, C, E, BLOCK_E, mode != FULL, TMA)
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
                 b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
                 distance = column + o_c[None, :] - o_position[:, None]
                 b_p, b_t = probability(
-                    b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, (mode != FULL) or LENGTHS, FOLD, SOFTCAP,
-                    ALIBI,
-                )  # fmt: skip
+                    b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, False, FOLD, SOFTCAP, ALIBI
+                )
                 b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP)
+                if (mode != FULL) or LENGTHS:
+                    b_ds = tl.where(m_keep, b_ds, 0.0)  # not P: dP of a pair that is not kept may be NaN
                 b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
                 ahead = (step + 1) // STEPS
                 tile, entry = next_entry(tile, entry, indices, pool_index, start, ahead, last, mode, contiguous)

@@ -19,6 +19,7 @@ from torch import Tensor
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, SLOT
+from gossamer.layouts.kept import kept_of
 from gossamer.layouts.walk import KINDS, TileList, Walk
 from gossamer.layouts.work_list import item_limit, most_listed, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
@@ -43,6 +44,7 @@ class WalkFacts:
     contiguous: tuple[bool, ...]  # by KINDS: every row's list is a range of tiles
     listed: int | None  # tiles in all lists; None when it would have to be read from a device
     longest: int  # tiles of the longest row
+    unkept: bool  # whether a kernel may stream rows that no pair has: keys, or queries, or keys that it walks them for
     items: Memo[Items]  # by the limit of tiles in an item
     schedules: Memo[Schedule]  # by batch size, heads, processors and the limit of tiles in an item
 
@@ -76,13 +78,15 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
     host = host_walk(layout, transposed)
     has = tuple(int(tiles.indices.shape[0]) > 0 for tiles in walk.lists.values())
     contiguous: tuple[bool, ...] = (False, False, False)
-    listed, longest = None, 0
+    listed, longest, unkept = None, 0, True
     if host is not None:
+        kept = kept_of(layout)
+        unkept = not (kept.keys.all() and (kept.rows.all() or not transposed))
         contiguous = tuple(is_range(tiles) for tiles in host.lists.values())
         lengths = row_lengths(host)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
     arrays = tuple(a.contiguous() for a in walk.arrays())
-    found = WalkFacts(arrays, has, contiguous, listed, longest, Memo(LEAST), Memo(LEAST))
+    found = WalkFacts(arrays, has, contiguous, listed, longest, unkept, Memo(LEAST), Memo(LEAST))
     with _lock:
         return _facts.setdefault(walk, found)
 
@@ -170,6 +174,7 @@ def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, limit: int
     constants = {
         "n_items": size, "n_tiles": walk.tiles, "list_b": Hl if Bl > 1 else 0, "list_h": 1 if Hl > 1 else 0,
         "TILE_COLUMNS": walk.block_columns, "HAS_ITEMS": work is not None,
+        "CLEAR": known.unkept,
     }  # fmt: skip
     for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
         constants[f"HAS_{kind.upper()}"] = has

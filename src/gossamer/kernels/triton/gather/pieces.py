@@ -79,12 +79,36 @@ def store_pieces(base, offsets, mask, blocks, SIZE: tl.constexpr, S: tl.constexp
 
 
 @triton.jit
-def listed(pointers, left, C: tl.constexpr):
-    """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], 0 past the end."""
+def listed(pointers, left, first, C: tl.constexpr):
+    """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], `first` past the end."""
     columns: tl.tuple = ()
     for c in tl.static_range(C):
-        columns += (tl.load(pointers + c, mask=c < left, other=0),)
+        columns += (tl.load(pointers + c, mask=c < left, other=first),)
     return columns
+
+
+@triton.jit
+def first_listed(pointers, left):
+    """The first column of each list [RP], which is read for those past its end; 0 of one that is empty."""
+    return tl.load(pointers, mask=left > 0, other=0)
+
+
+@triton.jit
+def below(columns, first, end, C: tl.constexpr):
+    """Columns with the first of their list in place of those from `end` on: nothing past it is read."""
+    inside: tl.tuple = ()
+    for c in tl.static_range(C):
+        inside += (tl.where(columns[c] < end, columns[c], first),)
+    return inside
+
+
+@triton.jit
+def where_some(m_some, x, SIZE: tl.constexpr, S: tl.constexpr):
+    """Rows in pieces, and 0 where `m_some` [RP] is false: in place of a list of nothing any row was read."""
+    blocks: tl.tuple = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (tl.where(m_some[:, None], x[p], 0.0),)
+    return blocks
 
 
 @triton.jit

@@ -6,8 +6,9 @@ item. Columns and pieces are unrolled, as tuples of blocks: sums over columns st
 compiler takes. What bounds these kernels is the traffic of the gathered rows, as long as a pair takes few instructions
 and the loads of a step are issued before the first of them is used: registers are granted for that (`RowConfig`).
 
-A column past the end of a list is read as the first row and left out by its score: no load of a row is masked. Lengths
-within a program are alike; the longest is known beforehand, so that all threads agree on the number of steps.
+A column past the end of a list is read as the first of that list and left out by its score: no load of a row is masked,
+and none reads what the row does not keep. Of a list of nothing the results are chosen to be 0. Lengths within a program
+are alike; the longest is known beforehand, so that all threads agree on the number of steps.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import end_of_keys, finish_rows, head_slope, probability, score_gradient, start_rows
 from gossamer.kernels.triton.gather.pieces import (
     added,
+    below,
     decode_rows,
     dot,
+    first_listed,
     listed,
     load_columns,
     load_pieces,
     of_row,
     scaled,
     store_pieces,
+    where_some,
     zeros,
 )
 from gossamer.kernels.triton.row_access import copy_index
@@ -73,14 +77,17 @@ def rows_forward_kernel(
     position = row + q_offset
     left = end - begin
     pointers = indices + begin
+    first = first_listed(pointers, left)
+    m_some = (left > 0) & (first < key_end)
 
-    j = listed(pointers, left, C)
+    j = listed(pointers, left, first, C)
     for _step in range(0, tl.abs(n_steps), C):
-        b_k = load_columns(k_base, j, stride_kn, D, SD, C)
-        b_v = load_columns(v_base, j, stride_vn, E, SE, C)
+        j_read = below(j, first, key_end, C) if LENGTHS else j
+        b_k = load_columns(k_base, j_read, stride_kn, D, SD, C)
+        b_v = load_columns(v_base, j_read, stride_vn, E, SE, C)
         # The next columns are loaded a step ahead, so that the loads of their rows do not wait for them.
         pointers += C
-        after = listed(pointers, left - C, C)
+        after = listed(pointers, left - C, first, C)
         b_new = b_m
         scores: tl.tuple = ()
         for c in tl.static_range(C):
@@ -102,6 +109,7 @@ def rows_forward_kernel(
         j = after
         left -= C
 
+    b_acc = where_some(m_some, b_acc, E, SE)
     m_whole = m_row
     if HAS_SLOTS:
         m_whole = m_row & (slot < 0)
@@ -161,13 +169,16 @@ def rows_dq_kernel(
     position = row + q_offset
     left = end - begin
     pointers = indices + begin
+    first = first_listed(pointers, left)
+    m_some = (left > 0) & (first < key_end)
 
-    j = listed(pointers, left, C)
+    j = listed(pointers, left, first, C)
     for _step in range(0, tl.abs(n_steps), C):
-        b_k = load_columns(k_base, j, stride_kn, D, SD, C)
-        b_v = load_columns(v_base, j, stride_vn, E, SE, C)
+        j_read = below(j, first, key_end, C) if LENGTHS else j
+        b_k = load_columns(k_base, j_read, stride_kn, D, SD, C)
+        b_v = load_columns(v_base, j_read, stride_vn, E, SE, C)
         pointers += C
-        after = listed(pointers, left - C, C)
+        after = listed(pointers, left - C, first, C)
         for c in tl.static_range(C):
             m_j = c < left
             if LENGTHS:
@@ -180,6 +191,7 @@ def rows_dq_kernel(
         j = after
         left -= C
 
+    b_dq = where_some(m_some, b_dq, D, SD)
     b_dq = scaled(b_dq, tl.full([RP], 1.0, tl.float32) * plain_scale, D, SD)
     m_whole = m_row
     if HAS_SLOTS:
@@ -246,12 +258,13 @@ def rows_dkdv_kernel(
         slope = head_slope(slopes, i_q, ALIBI)
         left = count
         pointers = indices + begin
-        i = listed(pointers, left, C)
+        first = first_listed(pointers, left)
+        i = listed(pointers, left, first, C)
         for _step in range(0, tl.abs(n_steps), C):
             b_q = load_columns(q_base, i, stride_qn, D, SD, C)
             b_dout = load_columns(dout_base, i, stride_gn, E, SE, C)
             pointers += C
-            after = listed(pointers, left - C, C)
+            after = listed(pointers, left - C, first, C)
             for c in tl.static_range(C):
                 b_lse = tl.load(terms + i[c])
                 b_delta = tl.load(terms + delta_offset + i[c])
@@ -264,6 +277,8 @@ def rows_dkdv_kernel(
             i = after
             left -= C
 
+    b_dk = where_some(count > 0, b_dk, D, SD)
+    b_dv = where_some(count > 0, b_dv, E, SE)
     b_dk = scaled(b_dk, tl.full([RP], 1.0, tl.float32) * plain_scale, D, SD)
     m_whole = m_row
     if HAS_SLOTS:

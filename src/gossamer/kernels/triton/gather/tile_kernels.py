@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.scores import score
-from gossamer.kernels.softmax import add_scores, end_of_keys, head_slope, probability, score_gradient, start_rows
+from gossamer.kernels.softmax import (
+    add_scores,
+    cleared,
+    end_of_keys,
+    head_slope,
+    probability,
+    score_gradient,
+    start_rows,
+)
 from gossamer.kernels.triton.mask_modes import bits_mask
 from gossamer.kernels.triton.row_access import (
     BEGIN,
@@ -117,6 +125,7 @@ def tiles_forward_kernel(
         m_keep = gathered_bits(bits, chunk, R, C)
         if LENGTHS:
             m_keep = m_keep & (j < key_end)[None, :]
+            j = tl.where(j < key_end, j, -1)
         b_k = gathered(k, j, stride_kn, C, D, BLOCK_D)
         b_v = gathered(v, j, stride_vn, C, E, BLOCK_E)
         distance = j[None, :] - position[:, None]
@@ -188,14 +197,16 @@ def tiles_dq_kernel(
         m_keep = gathered_bits(bits, chunk, R, C)
         if LENGTHS:
             m_keep = m_keep & (j < key_end)[None, :]
+            j = tl.where(j < key_end, j, -1)
         b_k = gathered(k, j, stride_kn, C, D, BLOCK_D)
         b_v = gathered(v, j, stride_vn, C, E, BLOCK_E)
         distance = j[None, :] - position[:, None]
         j = listed(indices, chunk + 1, end, C)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
-        b_p, b_t = probability(b_s, b_lse, scale, cap, slope, distance, m_keep, True, False, SOFTCAP, ALIBI)
-        b_ds = score_gradient(b_p, b_dp, b_delta, b_t, SOFTCAP)
+        b_p, b_t = probability(b_s, b_lse, scale, cap, slope, distance, m_keep, False, False, SOFTCAP, ALIBI)
+        # Not P: dP of a pair that is not kept may be NaN.
+        b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta, b_t, SOFTCAP), 0.0)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
     b_dq *= plain_scale
@@ -263,6 +274,10 @@ def tiles_dkdv_kernel(
             b_delta = tl.load(lse_head + delta_offset + i, mask=i >= 0, other=0.0)
             b_q = gathered(q_head, i, stride_qn, C, D, BLOCK_D)
             b_dout = gathered(dout_head, i, stride_gn, C, E, BLOCK_E)
+            if LENGTHS:
+                m_read = m_keep & (o_r < key_end)[:, None]
+                b_q = cleared(b_q, m_read)
+                b_dout = cleared(b_dout, m_read)
             distance = o_r[:, None] - (i + q_offset)[None, :]
             i = listed(indices, chunk + 1, end, C)
             b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
@@ -271,7 +286,8 @@ def tiles_dkdv_kernel(
                 b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, ALIBI
             )
             b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
-            b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
+            # dP of a key that no query keeps may be NaN.
+            b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP), 0.0)
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
 
     b_dk *= plain_scale
