@@ -27,6 +27,7 @@ if INTERPRETING:
     from gossamer.kernels.small import launch_small as launch
     from tests.support import launches
     from tests.support.exact import NAMES, Exact
+    from tests.support.unkept import check_unkept
 
     def forward(
         e: Exact, q: Tensor, k: Tensor, v: Tensor, packed_mask: Tensor | None, tile: launch.Tile | None = None
@@ -49,6 +50,17 @@ if INTERPRETING:
             tolerance.check(result, actual, exact, low)
         empty = e.exact[1] == -torch.inf
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
+        if "unkept" not in case.tags:
+            return
+
+        def run(q: Tensor, k: Tensor, v: Tensor, *cotangents: Tensor) -> list[Tensor]:
+            out, lse = forward(e, q, k, v, packed_mask, tile=tile)
+            given = (*cotangents, q, k, v, out, lse)
+            return [out, lse, *launches.backward(launch, e.problem, packed_mask, e.terms, *given, tile=tile)]
+
+        there = inputs.unkept(e.mask, e.terms, (case.B, case.H, case.Q), case.G)
+        sinks = e.terms.sink_logits is not None
+        check_unkept(run, there, [q, k, v, e.dout, e.dlse.float()], sinks=sinks, poisons=inputs.POISONS[:1])
 
     @pytest.mark.parametrize("case", SMALL, ids=str)
     def test_case(case: Case) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 import gossamer as gs
 from gossamer.layouts import cached_layout
 from gossamer.patterns import BlockMask, Causal, Dense, Dilated, Document, PerHead, SlidingWindow
-from gossamer.testing import tolerance
+from gossamer.testing import inputs, tolerance
 from gossamer.testing.cases import Case, square
 
 
@@ -45,6 +45,7 @@ if INTERPRETING:
     from gossamer.kernels.triton.wide import launch_wide as wide
     from tests.support.exact import NAMES, Exact
     from tests.support.launches import backward, forward
+    from tests.support.unkept import check_unkept
 
     def check(case: Case, dtype: str, tile: tuple[int, int]) -> list[torch.Tensor]:
         e = Exact(case, dtype, "cpu")
@@ -60,6 +61,15 @@ if INTERPRETING:
             tolerance.check(result, actual, exact.detach(), low.detach())
         empty = e.exact[1] == -torch.inf
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grads[0][empty] == 0).all()
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *cotangents: torch.Tensor) -> list[torch.Tensor]:
+            out, lse = forward(wide, e.problem, layout, e.terms, q, k, v)
+            return [out, lse, *backward(wide, e.problem, layout, e.terms, *cotangents, q, k, v, out, lse)]
+
+        there = inputs.unkept(e.mask, e.terms, (case.B, case.H, case.Q), case.G)
+        if there.rows.any() or there.keys.any():
+            sinks = e.terms.sink_logits is not None
+            check_unkept(run, there, [q, k, v, e.dout, e.dlse.float()], sinks=sinks, poisons=inputs.POISONS[:1])
         return found
 
     @pytest.mark.parametrize("case", CASES, ids=str)
@@ -121,7 +131,7 @@ for dtype, kind, edge, block, precision in (
 ):
     shape = dict(TILE_ROWS=128, TILE_COLUMNS=128, PRECISION=precision)
     products = dict(GROUP=1, D=1024, E=1024, R=edge, C=edge, STEP=product_step(dtype, sm), SOFTCAP=False, **shape)
-    results = dict(R=64, C=64, BLOCK=block, **shape)
+    results = dict(R=64, C=64, BLOCK=block, CLEAR=True, **shape)
     gradient = dict(MEMBERS=1, X_GROUP=1, SIZE=1024, ADD=False, **results)
     work = [(kernels.products_kernel, products | {"BACKWARD": back}) for back in (False, True)]
     work += [(kernels.output_kernel, dict(GROUP=1, E=1024, **results))]

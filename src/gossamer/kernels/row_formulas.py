@@ -28,13 +28,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_terms(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def row_terms(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dtype: torch.dtype, *, cleared: bool = True
+) -> tuple[Tensor, Tensor]:
     """(delta, lse), each (B, H, Q) in `dtype`: delta = rowsum(dout * out) - dlse; -inf becomes +inf in lse.
 
     With lse = +inf every probability of an empty row is exactly 0, and so are its gradients.
+
+    Args:
+        cleared: whether dout is finite in empty rows. Under a sink those have another lse, and an `out` of 0.
     """
     empty = lse == -torch.inf
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    products = dout.to(dtype) * out.to(dtype)
+    delta = (products if cleared else products.masked_fill_(out == 0, 0.0)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     return delta.masked_fill(empty, 0.0), lse.to(dtype).masked_fill(empty, torch.inf)

@@ -91,7 +91,7 @@ def sink_gradient_of_rows(rows: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 def rows_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """(delta, lse), each (B, H, Q) and contiguous: see `kernels.row_formulas.row_terms`."""
-    delta, lse = row_terms(dout, dlse, out, lse, lse.dtype)
+    delta, lse = row_terms(dout, dlse, out, lse, lse.dtype, cleared=False)
     return delta.contiguous(), lse.contiguous()
 
 
@@ -102,9 +102,8 @@ def sink_gradient_of_results(dout: Tensor, dlse: Tensor | None, out: Tensor, lse
     for h in range(0, len(sinks), heads):
         mine = slice(h, h + heads)
         shares = None if dlse is None else dlse[:, mine]
-        found.append(
-            sink_gradient(*row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype), sinks[mine])
-        )
+        terms = row_terms(dout[:, mine], shares, out[:, mine], lse[:, mine], lse.dtype, cleared=False)
+        found.append(sink_gradient(*terms, sinks[mine]))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 

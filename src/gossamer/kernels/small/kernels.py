@@ -15,6 +15,8 @@ import triton.language as tl
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import (
     add_scores,
+    cleared,
+    delta_of_rows,
     empty_rows,
     end_of_keys,
     finish_rows,
@@ -115,7 +117,9 @@ def forward_kernel(
         b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
         b_s = tl.where(m_keep, b_s, float("-inf"))
         b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
-        b_v = load_rows(v, stride_vn, start + o_c, K, E, BLOCK_E)
+        b_v = load_rows(v, stride_vn, start + o_c, end, E, BLOCK_E)
+        if packed_mask is not None:
+            b_v = cleared(b_v, m_keep)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
     b_l, b_lse = finish_rows(b_l, b_m)
     tl.store(lse + i_bh * Q + o_r, b_lse, mask=o_r < Q)
@@ -126,7 +130,7 @@ def forward_kernel(
 def row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q):
     """(lse in base 2, delta = rowsum(dout * out) - dlse) of rows o_r; a row that is not there counts as empty."""
     b_lse = tl.load(lse + i_bh * Q + o_r, mask=o_r < Q, other=float("-inf"))
-    b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
+    b_delta = delta_of_rows(b_dout, b_out)
     if dlse is not None:
         b_delta -= tl.load(dlse + i_bh * Q + o_r, mask=o_r < Q, other=0.0)
     return empty_rows(b_lse, b_delta)
@@ -187,6 +191,9 @@ def backward_kernel(
                 m_keep = keeps(own, o_r, start, Q, K, end, C, True)
                 b_q = load_rows(q + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
                 b_dout = load_rows(dout + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
+                if packed_mask is not None or lengths is not None:
+                    b_q = cleared(b_q, m_keep)
+                    b_dout = cleared(b_dout, m_keep)
                 b_out = load_rows(out + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
                 b_lse, b_delta = row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q)
                 b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
@@ -196,6 +203,8 @@ def backward_kernel(
                     b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, slopes is not None
                 )
                 b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
+                if packed_mask is not None or lengths is not None:
+                    b_ds = tl.where(m_keep, b_ds, 0.0)  # dP of a key that no query keeps may be NaN
                 b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
                 b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
         i_bg = b64 * (H // GROUP) + g64
@@ -217,14 +226,17 @@ def backward_kernel(
         b_dq = tl.zeros([R, BLOCK_D], tl.float32)
         for start in range(0, K, C):
             m_keep = keeps(packed_mask, o_r, start, Q, K, end, C, False)
-            b_k = load_rows(k + h64 // GROUP * stride_kh, stride_kn, start + o_c, K, D, BLOCK_D)
+            b_k = load_rows(k + h64 // GROUP * stride_kh, stride_kn, start + o_c, end, D, BLOCK_D)
+            if packed_mask is not None:
+                b_k = cleared(b_k, m_keep)
             b_v = load_rows(v + h64 // GROUP * stride_vh, stride_vn, start + o_c, K, E, BLOCK_E)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
             distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
             b_p, b_t = probability(
-                b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, slopes is not None
+                b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, False, False, SOFTCAP, slopes is not None
             )
-            b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP)
+            # Not P: dP of a pair that is not kept may be NaN.
+            b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP), 0.0)
             b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
         store_rows(dq + i_bh * Q * D, b_dq * plain_scale, o_r, Q, D, BLOCK_D)

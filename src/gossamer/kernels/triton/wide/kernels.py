@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.scores import LOG2E, score
-from gossamer.kernels.softmax import add_scores, end_of_keys, finish_rows, head_slope, score_gradient, start_rows
+from gossamer.kernels.softmax import (
+    add_scores,
+    cleared,
+    end_of_keys,
+    finish_rows,
+    head_slope,
+    score_gradient,
+    start_rows,
+)
 from gossamer.kernels.triton.mask_modes import BITS, INTERVAL, bits_mask, interval_mask, row_bounds
 
 
@@ -102,7 +110,8 @@ def products_kernel(
         b_lse = tl.load(lse + i_bh * Q + o_r, mask=o_r < Q, other=float("inf")) * LOG2E
         b_delta = tl.load(delta + i_bh * Q + o_r, mask=o_r < Q, other=0.0)
         b_p = tl.where(m_keep, tl.exp2(b_s - b_lse[:, None]), 0.0)
-        b_ds = score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP)
+        # dP of a pair that is not kept may be NaN.
+        b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP), 0.0)
         tl.store(first + place, b_p.to(first.dtype.element_ty))
         tl.store(second + place, b_ds.to(second.dtype.element_ty))
     else:
@@ -122,6 +131,7 @@ def output_kernel(
     H, Q, K, slots, first_row, n_rows, lead_b, lead_h,
     GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    CLEAR: tl.constexpr,  # there may be keys that no query keeps, whose values may be NaN
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of the output of R rows, from their scores; the first slice also writes lse."""
@@ -152,6 +162,8 @@ def output_kernel(
         b_s = tl.load(scores + slot.to(tl.int64) * (TILE_ROWS * TILE_COLUMNS) + (part + o_c)[None, :])
         b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
         b_v = slice_rows(v, stride_vn, key + o_c, K, at_e, E, BLOCK)
+        if CLEAR:
+            b_v = cleared(b_v, b_s != float("-inf"))
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
     b_l, b_lse = finish_rows(b_l, b_m)
     if at_e == 0:
@@ -179,6 +191,7 @@ def gradient_kernel(
     SIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # the result's rows are the tiles' columns
+    CLEAR: tl.constexpr,  # there may be rows of x that no pair has
     ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of a gradient of R rows: weights of its tiles by slices of x."""
@@ -218,6 +231,8 @@ def gradient_kernel(
             else:
                 b_w = tl.load(tile + o_row[:, None] * TILE_COLUMNS + (part + o_c)[None, :])
             b_x = slice_rows(own_x, stride_xn, other + o_c, columns, at_d, SIZE, BLOCK)
+            if CLEAR:
+                b_x = cleared(b_x, b_w != 0.0)
             b_acc = tl.dot(b_w, b_x, b_acc, input_precision=PRECISION)
     o_d = at_d + tl.arange(0, BLOCK)
     mask = (o_r < rows)[:, None] & (o_d < SIZE)[None, :]

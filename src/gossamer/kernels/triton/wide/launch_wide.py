@@ -19,6 +19,7 @@ from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, co
 from gossamer.kernels.triton.arguments import arrays, listed, operand, row_results, step, terms, vector
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.kept import kept_of
 from gossamer.layouts.walk import Walk
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
@@ -60,6 +61,7 @@ class Tiles(NamedTuple):
 
     table: Tensor
     passes: tuple[Pass, ...]
+    unkept: bool  # whether the layout has queries or keys that are of no pair
 
 
 _tiles: Memos[Tiles] = Memos()  # of layouts
@@ -68,10 +70,15 @@ _tiles: Memos[Tiles] = Memos()  # of layouts
 def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     """The tiles of a layout in passes of about `most` tiles for each lead; a layout made on a device is read back."""
     walk, device = (layout if layout.host is None else layout.host).rows, layout.rows.lo.device
-    return _tiles.of(layout).get_or_make(most, lambda: _make_tiles(walk.on_host(), most, device))
+
+    def make() -> Tiles:
+        kept = kept_of(layout)
+        return _make_tiles(walk.on_host(), most, device, not (kept.rows.all() and kept.keys.all()))
+
+    return _tiles.of(layout).get_or_make(most, make)
 
 
-def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
+def _make_tiles(walk: Walk, most: int, device: torch.device, unkept: bool) -> Tiles:
     leads, T = math.prod(walk.lead), walk.tiles
     C = -(-walk.columns // walk.block_columns)
     parts = []
@@ -114,7 +121,7 @@ def _make_tiles(walk: Walk, most: int, device: torch.device) -> Tiles:
         }
         passes.append(Pass(first, last - first, int(counts.max()), {name: move(x) for name, x in made.items()}))
         first = last
-    return Tiles(move(table), tuple(passes))
+    return Tiles(move(table), tuple(passes), unkept)
 
 
 class _Call:
@@ -135,6 +142,7 @@ class _Call:
             **listed(self.b, "layout", {name: x.contiguous() for name, x in own.items()}),
             "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": rows, "TILE_COLUMNS": columns,
             "STEP": product_step(p.dtype, p.sm or 80), "BLOCK": self.block,
+            "CLEAR": self.tiles.unkept or "key_lengths" in self.b,  # lengths may leave queries nothing
             "PRECISION": "tf32x3" if short else "ieee",
         }  # fmt: skip
 
