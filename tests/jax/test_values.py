@@ -13,7 +13,7 @@ import gossamer as gs
 import gossamer.jax as gsj
 from gossamer.testing.cases import SMALL, Case
 from tests.jax.calls import ROUNDING, inputs_of, kept, made, run, runner
-from tests.jax.oracle import compare, expected
+from tests.jax.oracle import Expected, compare, expected
 
 WORKERS = 8  # parts of the random calls
 CALLS = 18  # of each, with three draws of numbers
@@ -39,6 +39,31 @@ def test_plain_lax(name: str) -> None:
     (case,) = (c for c in SMALL if c.name == name)
     x = inputs_of(case, "float32")
     compare(x, run(x, case.pattern(), "blocked"), ROUNDING["float32"])
+
+
+@pytest.mark.parametrize("implementation", [None, "blocked"])
+@pytest.mark.parametrize("case", [case for case in SMALL if "unkept" in case.tags], ids=str)
+def test_nothing_unkept_reaches_a_result(case: Case, implementation: str | None) -> None:
+    """NaN and infinities in what no kept pair has: the bits that zeros give, in gradients of JAX's own as well."""
+    x = inputs_of(case, "float32")
+    (B, Q, H, _), (_, K, G, _) = x.q.shape, x.k.shape
+    keep = np.broadcast_to(x.keep, (B, H, Q, K))
+    if x.key_lengths is not None:
+        keep = keep & (np.arange(K) < x.key_lengths[:, None, None, None])
+    rows = ~keep.any(-1).swapaxes(1, 2)[..., None]
+    keys = ~keep.reshape(B, G, -1, K).any(2).swapaxes(1, 2)[..., None]
+    call = runner(x, case.pattern(), implementation)
+
+    def results(value: float) -> list[np.ndarray]:
+        q, dout = (np.where(rows, value, y).astype(y.dtype) for y in (x.q, x.dout))
+        k, v = (np.where(keys, value, y).astype(y.dtype) for y in (x.k, x.v))
+        return [np.asarray(y) for y in call(x._replace(q=q, k=k, v=v, dout=dout)) if y is not None]
+
+    zeros = results(0.0)
+    assert np.isfinite(zeros[0]).all()
+    for value in (np.nan, np.inf, -np.inf):
+        for name, clean, found in zip(Expected._fields, zeros, results(value), strict=False):
+            assert np.array_equal(clean, found), f"{value} reaches {name}"
 
 
 def test_float64() -> None:

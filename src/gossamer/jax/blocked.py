@@ -16,10 +16,12 @@ from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import (
     Config,
     Items,
+    Pairs,
     Scored,
     Split,
     Streamed,
     Vectors,
+    cleared,
     from_key_tiles,
     from_query_tiles,
     kept,
@@ -75,10 +77,12 @@ def forward(
 
         def partial(piece: Array | int) -> tuple[Array, Array, Array]:
             s = tiles_of(lists, items, tiles, piece)
-            scores, _ = c.by_rows(lists, items, s, c.product(rows, c.streamed(kt, items, s)), vectors)
+            pairs = c.pairs_by_rows(lists, items, s, vectors)
+            keys, values = (cleared(pairs.streamed, c.streamed(x, items, s)) for x in (kt, vt))
+            scores, _ = c.by_rows(pairs, items, s, c.product(cleared(pairs.resident, rows), keys), vectors)
             m = lax.stop_gradient(scores.max(-1))
             p = jnp.exp(scores - jnp.where(m == -jnp.inf, 0.0, m)[..., None])
-            return m, p.sum(-1), c.apply(p, c.streamed(vt, items, s))
+            return m, p.sum(-1), c.apply(p, values)
 
         def step(piece: Array, done: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             (m, total, out), (m_new, total_new, out_new) = done, partial(piece)
@@ -104,7 +108,8 @@ def forward(
     if vectors.sink_logits is not None:
         sink = vectors.sink_logits.astype(c.dtype)
         joined = jnp.logaddexp(lse, sink)
-        out, lse = out * jnp.exp(lse - joined)[..., None], joined
+        # A row that keeps nothing is 0 whatever the gradient of its output is.
+        out, lse = jnp.where(lse[..., None] == -jnp.inf, 0.0, out * jnp.exp(lse - joined)[..., None]), joined
     return Results(out.astype(q.dtype), lse)
 
 
@@ -126,10 +131,11 @@ def backward(
 
         def partial(piece: Array | int) -> tuple[Array, ...]:
             s = tiles_of(rows, items, tiles, piece)
-            keys = c.streamed(kt, items, s)
-            scored = c.by_rows(rows, items, s, c.product(q, keys), vectors)
+            pairs = c.pairs_by_rows(rows, items, s, vectors)
+            keys, values = (cleared(pairs.streamed, c.streamed(x, items, s)) for x in (kt, vt))
+            scored = c.by_rows(pairs, items, s, c.product(cleared(pairs.resident, q), keys), vectors)
             p = jnp.exp(scored.s - lse)
-            ds = _ds(p, c.product(do, c.streamed(vt, items, s)) - delta, scored)
+            ds = _ds(p, c.product(cleared(pairs.resident, do), values) - delta, scored)
             return (c.apply(ds, keys),)
 
         (dq,) = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
@@ -141,9 +147,11 @@ def backward(
         def partial(piece: Array | int) -> tuple[Array, ...]:
             s = tiles_of(columns, items, tiles, piece)
             q, do, lse, delta = (c.streamed_queries(x, items, s) for x in (qt, dt, lt, et))
-            scored = c.by_columns(columns, items, s, c.product(k, q), vectors)
+            pairs = c.pairs_by_columns(columns, items, s, vectors)
+            q, do = (cleared(pairs.streamed, x) for x in (q, do))
+            scored = c.by_columns(pairs, items, s, c.product(cleared(pairs.resident, k), q), vectors)
             p = jnp.exp(scored.s - lse.swapaxes(1, 2))
-            ds = _ds(p, c.product(v, do) - delta.swapaxes(1, 2), scored)
+            ds = _ds(p, c.product(cleared(pairs.resident, v), do) - delta.swapaxes(1, 2), scored)
             return c.apply(ds, q), c.apply(p, do)
 
         dk, dv = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
@@ -168,7 +176,8 @@ class RowTerms(NamedTuple):
 def row_terms(out: Array, lse: Array, dout: Array, dlse: Array) -> RowTerms:
     """delta = rowsum(dout * out) - dlse; an lse of -inf becomes +inf, with which every probability is exactly 0."""
     empty, dtype = lse == -jnp.inf, lse.dtype
-    delta = (dout.astype(dtype) * out.astype(dtype)).sum(-1) - dlse
+    # Under a sink a row that keeps nothing has another lse; its out is 0, whatever dout is.
+    delta = jnp.where(out == 0, 0.0, dout.astype(dtype) * out.astype(dtype)).sum(-1) - dlse
     return RowTerms(jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0.0, delta))
 
 
@@ -231,33 +240,56 @@ class _Call(NamedTuple):
         """p y of each item."""
         return jnp.einsum("cxy,cyd->cxd", p, y, precision=self.precision)
 
-    def by_rows(self, lists: TileLists, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
+    def clears(self, vectors: Vectors) -> bool:
+        """Whether there may be queries that keep nothing, or keys that no query keeps."""
+        return self.config.rows.unkept or vectors.key_lengths is not None
+
+    def pairs_by_rows(self, lists: TileLists, items: Items, s: Streamed, vectors: Vectors) -> Pairs:
+        """Of tiles of queries: (c, 1, block_q, P * block_kv), which all heads of a fold share."""
+        extent, fold, c = self.config.rows, self.split.fold, s.columns.shape[0]
+        keep = kept(extent, lists, items, s).reshape(c, 1, extent.block_rows, -1)
+        lengths = lengths_of(self.split, vectors, items, extent.tiles)
+        if lengths is not None:
+            j = _positions(extent.block_columns, s.columns).reshape(c, 1, 1, -1)
+            keep = keep & (j < lengths[:, None, None, None])
+        if not self.clears(vectors):
+            return Pairs(keep, None, None)
+        rows = jnp.broadcast_to(keep.any(3), (c, fold, extent.block_rows)).reshape(c, -1)
+        return Pairs(keep, rows, keep.any((1, 2)))
+
+    def by_rows(self, pairs: Pairs, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
         """The scores of tiles of queries (c, fold * block_q, P * block_kv)."""
         extent, fold, c = self.config.rows, self.split.fold, product.shape[0]
-        keep = kept(extent, lists, items, s).reshape(c, 1, extent.block_rows, -1)
         i, j = _positions(extent.block_rows, items.row % extent.tiles), _positions(extent.block_columns, s.columns)
-        lengths, slopes = (f(self.split, vectors, items, extent.tiles) for f in (lengths_of, slopes_of))
-        lengths = None if lengths is None else lengths[:, None, None, None]
+        slopes = slopes_of(self.split, vectors, items, extent.tiles)
         slopes = None if slopes is None else slopes[:, :, None, None]
         product = product.reshape(c, fold, extent.block_rows, -1)
-        found = score(
-            self.config, product, keep, i[:, None, :, None], j.reshape(c, 1, 1, -1), lengths, slopes
-        )  # fmt: skip
+        found = score(self.config, product, pairs.keep, i[:, None, :, None], j.reshape(c, 1, 1, -1), slopes)
         flat = (c, fold * extent.block_rows, -1)
         return Scored(found.s.reshape(flat), None if found.tanh is None else found.tanh.reshape(flat))
 
-    def by_columns(self, lists: TileLists, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
+    def pairs_by_columns(self, lists: TileLists, items: Items, s: Streamed, vectors: Vectors) -> Pairs:
+        """Of tiles of keys: (c, block_kv, P, 1, block_q), which all heads of a fold share."""
+        extent, fold, c = self.config.columns, self.split.fold, s.columns.shape[0]
+        keep = kept(extent, lists, items, s)[:, :, :, None]
+        lengths = lengths_of(self.split, vectors, items, extent.tiles)
+        if lengths is not None:
+            j = _positions(extent.block_rows, items.row % extent.tiles)[:, :, None, None, None]
+            keep = keep & (j < lengths[:, None, None, None, None])
+        if not self.clears(vectors):
+            return Pairs(keep, None, None)
+        _, _, tiles, _, block_q = keep.shape
+        queries = jnp.broadcast_to(keep.any(1), (c, tiles, fold, block_q)).reshape(c, -1)
+        return Pairs(keep, keep.any((2, 3, 4)), queries)
+
+    def by_columns(self, pairs: Pairs, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
         """The scores of tiles of keys (c, block_kv, P * fold * block_q)."""
         extent, fold, c = self.config.columns, self.split.fold, product.shape[0]
-        keep = kept(extent, lists, items, s)[:, :, :, None]
         i, j = _positions(extent.block_columns, s.columns), _positions(extent.block_rows, items.row % extent.tiles)
-        lengths, slopes = (f(self.split, vectors, items, extent.tiles) for f in (lengths_of, slopes_of))
-        lengths = None if lengths is None else lengths[:, None, None, None, None]
+        slopes = slopes_of(self.split, vectors, items, extent.tiles)
         slopes = None if slopes is None else slopes[:, None, None, :, None]
         product = product.reshape(c, extent.block_rows, -1, fold, extent.block_columns)
-        found = score(
-            self.config, product, keep, i[:, None, :, None], j[:, :, None, None, None], lengths, slopes
-        )  # fmt: skip
+        found = score(self.config, product, pairs.keep, i[:, None, :, None], j[:, :, None, None, None], slopes)
         flat = (c, extent.block_rows, -1)
         return Scored(found.s.reshape(flat), None if found.tanh is None else found.tanh.reshape(flat))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.kept import kept_of
 from gossamer.layouts.walk import Walk
 
 FULL, INTERVAL, NOTHING = -1, -2, -3  # what masks a tile; an entry of the pool is its number
@@ -41,6 +42,7 @@ class Extent(NamedTuple):
     block_columns: int
     lead: tuple[int, int]  # (Bl, Hl)
     widths: tuple[int, ...]  # the most tiles of a row, of each group
+    unkept: bool = True  # whether there may be rows or columns that are of no pair
 
     @property
     def tiles(self) -> int:
@@ -61,18 +63,20 @@ class Walked(NamedTuple):
 
 def both_directions(layout: BlockLayout) -> tuple[Walked, Walked]:
     """The rows of a layout of numpy arrays, and its columns."""
-    return walked(layout.rows), walked(layout.columns)
+    kept = kept_of(layout)
+    unkept = not (kept.rows.all() and kept.keys.all())
+    return walked(layout.rows, unkept), walked(layout.columns, unkept)
 
 
-def walked(walk: Walk) -> Walked:
-    """A walk of numpy arrays as lists."""
+def walked(walk: Walk, unkept: bool) -> Walked:
+    """A walk of numpy arrays as lists; `unkept` as an extent has it."""
     starts, counts, columns, masks = _merged(walk)
     groups, widths = _groups(counts)
     places = np.full(len(counts), sum(map(len, groups)), dtype=np.int32)
     listed = np.concatenate([*groups, np.zeros(0, np.int32)])
     places[listed] = np.arange(len(listed))
     Bl, Hl = walk.lead
-    extent = Extent(walk.rows, walk.columns, walk.block_rows, walk.block_columns, (Bl, Hl), widths)
+    extent = Extent(walk.rows, walk.columns, walk.block_rows, walk.block_columns, (Bl, Hl), widths, unkept)
     lo = hi = np.zeros((0, 0), np.int32)
     if walk.lo.size:
         lo, hi = _padded(walk.lo, extent), _padded(walk.hi, extent)

@@ -179,11 +179,10 @@ def tiles_of(lists: TileLists, items: Items, tiles: int, piece: Any) -> Streamed
     """The tiles of one piece of each item's row."""
     at = piece * tiles + jnp.arange(tiles, dtype=jnp.int32)
     there = at < items.count[:, None]
-    place = jnp.where(there, items.first[:, None] + at, 0)
-    return Streamed(
-        jnp.where(there, jnp.asarray(lists.columns)[place], 0),
-        jnp.where(there, jnp.asarray(lists.masks)[place], NOTHING),
-    )  # fmt: skip
+    # Behind the last tile the first is read again: another might hold what no pair of the row has.
+    place = items.first[:, None] + jnp.where(there, at, 0)
+    masks = jnp.where(there, jnp.asarray(lists.masks)[place], NOTHING)
+    return Streamed(jnp.asarray(lists.columns)[place], masks)
 
 
 def kept(extent: Extent, lists: TileLists, items: Items, s: Streamed) -> Array:
@@ -205,6 +204,19 @@ def kept(extent: Extent, lists: TileLists, items: Items, s: Streamed) -> Array:
     return jnp.broadcast_to(found, (c, extent.block_rows, s.columns.shape[1], extent.block_columns))
 
 
+class Pairs(NamedTuple):
+    """The pairs of a step: which are attended, and which rows of both operands any of them reads."""
+
+    keep: Array  # with axes of its own: see `blocked._Call.by_rows` and `by_columns`
+    resident: Array | None  # (c, n) bool; None where all are read
+    streamed: Array | None  # (c, m) bool
+
+
+def cleared(some: Array | None, x: Array) -> Array:
+    """`x` (c, n, size), and 0 in rows that no pair reads: 0 times NaN is NaN, in gradients of JAX's own as well."""
+    return x if some is None else jnp.where(some[..., None], x, 0)
+
+
 class Scored(NamedTuple):
     """Scores of pairs, with a key axis and a query axis in either order."""
 
@@ -212,11 +224,11 @@ class Scored(NamedTuple):
     tanh: Array | None  # of the score over its soft cap
 
 
-def score(config: Config, s: Array, keep: Array, i: Array, j: Array, lengths: Any, slopes: Any) -> Scored:
+def score(config: Config, s: Array, keep: Array, i: Array, j: Array, slopes: Any) -> Scored:
     """Products as scores, -inf of a pair that is not attended.
 
     Args:
-        s: q k^T; keep, i, j, lengths, slopes: broadcast to it. i and j are rows of queries and keys.
+        s: q k^T; keep, i, j, slopes: broadcast to it. i and j are rows of queries and keys.
     """
     s, tanh = s * s.dtype.type(config.scale), None
     if config.softcap is not None:
@@ -224,8 +236,6 @@ def score(config: Config, s: Array, keep: Array, i: Array, j: Array, lengths: An
         s = tanh * s.dtype.type(config.softcap)
     if slopes is not None:
         s = s + slopes * (j - (i + config.q_offset)).astype(s.dtype)
-    if lengths is not None:
-        keep = keep & (j < lengths)
     return Scored(jnp.where(keep, s, -jnp.inf), tanh)
 
 
