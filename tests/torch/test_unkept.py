@@ -18,7 +18,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
-def check(device: str, dtype: torch.dtype, kept: np.ndarray, attend: Attend, *, sink: bool = False, D: int = 32) -> None:
+def check(
+    device: str, dtype: torch.dtype, kept: np.ndarray, attend: Attend, *, sink: bool = False, D: int = 32
+) -> None:
     """Results and gradients of a call with zeros in what no kept pair has, and with NaN and infinities there.
 
     Args:
@@ -35,7 +37,7 @@ def check(device: str, dtype: torch.dtype, kept: np.ndarray, attend: Attend, *, 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    given = [draw(B, H, Q, D), draw(B, G, K, D), draw(B, G, K, D), draw(B, H, Q, D)]
+    given = [draw(B, H, Q, 32), draw(B, G, K, 32), draw(B, G, K, 32), draw(B, H, Q, 32)]
     dlse, sinks = draw(B, H, Q), draw(H).float() if sink else None
 
     def results(value: float) -> list[Tensor]:
@@ -91,7 +93,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("pattern", [gs.Dense(), gs.Causal(), gs.SlidingWindow(9)], ids=str)
     def test_packed_sequences(self, device: str, dtype: torch.dtype, pattern: gs.Pattern) -> None:
-        """Rows before the first sequence and past the last, a sequence without keys, and keys that are not there yet."""
+        """Rows before the first sequence and past the last, a sequence without keys, and keys that are not there."""
         cu_q, cu_k, used = ([5, 40, 60, 61, 100], [3, 50, 50, 90, 120], [47, 0, 20, 21])
         kept = np.zeros((110, 150), bool)
         for n in range(4):
@@ -114,9 +116,8 @@ class TestCalls:
         listed = np.where(rng.random((100, 7)) < 0.8, rng.integers(0, 60, (100, 7)), -1)
         listed[::3] = -1
         kept = (listed[:, :, None] == np.arange(130)).any(1)
-        blocks = np.where(rng.random((7, 3)) < 0.6, rng.integers(0, 6, (7, 3)), -1)
-        blocks[2] = -1
-        of_blocks = (blocks[:, :, None] == np.arange(9)).any(1).repeat(16, 0).repeat(16, 1)[:100, :130]
+        blocks = np.array([[1, -1, 3], [-1, -1, -1], [3, 3, 0]])
+        of_blocks = (blocks[:, :, None] == np.arange(5)).any(1).repeat(64, 0).repeat(64, 1)[:150, :300]
 
         def attend(pattern: Any) -> Attend:
             return lambda q, k, v, sinks: gs.attention(q, k, v, pattern, sink_logits=sinks, return_lse=True)
@@ -125,8 +126,9 @@ class TestCalls:
         if not (device == "cuda" and dtype == torch.float64):
             check(device, dtype, np.broadcast_to(kept, (1, 4, 100, 130)), attend(gs.Indices(given)), sink=sink)
         given = torch.from_numpy(blocks)[None, None].to(device)
-        pattern = gs.BlockIndices(given, block_size=16)
-        check(device, dtype, np.broadcast_to(of_blocks, (1, 4, 100, 130)), attend(pattern), sink=sink)
+        for rule in (gs.Dense(), gs.SlidingWindow(70, 5)):
+            keep = np.broadcast_to(of_blocks & rule.materialize(150, 300), (1, 4, 150, 300))
+            check(device, dtype, keep, attend(gs.BlockIndices(given, block_size=64) & rule), sink=sink)
 
     def test_masks(self, device: str, dtype: torch.dtype) -> None:
         kept = np.random.default_rng(1).random((2, 4, 90, 70)) < 0.3
@@ -136,8 +138,9 @@ class TestCalls:
 
     @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
     def test_parts(self, device: str, dtype: torch.dtype, layout: str) -> None:
-        """Residue classes and unions, whose results are joined; rows before position 0 keep nothing."""
-        for pattern in (gs.Dilated(6, 3, 5), gs.Longformer(16, (0, 77)), gs.SlidingWindow(20, sinks=4)):
+        """Residue classes, heads apart, and parts whose results are joined; rows before position 0 keep nothing."""
+        by_head = gs.PerHead([gs.SlidingWindow(30), gs.Dilated(8, 0, 4), gs.Causal(), gs.Dilated(2, 2, 16)])
+        for pattern in (gs.Dilated(6, 3, 5), by_head, gs.SlidingWindow(20, sinks=4)):
             kept = np.broadcast_to(pattern.materialize(160, 200, -50), (2, 4, 160, 200))
 
             def attend(q: Tensor, k: Tensor, v: Tensor, _: Any, pattern: gs.Pattern = pattern) -> Any:
@@ -183,5 +186,7 @@ def test_a_learned_scale(device: str, dtype: torch.dtype) -> None:
         scale = torch.tensor(0.3, device=device, requires_grad=True)
         q, k, v = (x.to(device, dtype) for x in (q, k, v))
         out = gs.attention(q, k, v, key_lengths=lengths, scale=scale)
-        found.append(torch.cat([out.detach().float().flatten(), *torch.autograd.grad(out.float().sum(), [scale])[0][None]]))
+        found.append(
+            torch.cat([out.detach().float().flatten(), *torch.autograd.grad(out.float().sum(), [scale])[0][None]])
+        )
     assert found[0].isfinite().all() and all(torch.equal(found[0], x) for x in found[1:])
