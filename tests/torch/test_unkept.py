@@ -186,7 +186,6 @@ def test_a_learned_scale(device: str, dtype: torch.dtype) -> None:
         scale = torch.tensor(0.3, device=device, requires_grad=True)
         q, k, v = (x.to(device, dtype) for x in (q, k, v))
         out = gs.attention(q, k, v, key_lengths=lengths, scale=scale)
-        found.append(
-            torch.cat([out.detach().float().flatten(), *torch.autograd.grad(out.float().sum(), [scale])[0][None]])
-        )
+        (of_scale,) = torch.autograd.grad(out.float().sum(), [scale])
+        found.append(torch.cat([out.detach().float().flatten(), of_scale[None]]))
     assert found[0].isfinite().all() and all(torch.equal(found[0], x) for x in found[1:])

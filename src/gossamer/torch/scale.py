@@ -46,13 +46,13 @@ def with_number(q: Any, scale: Tensor) -> tuple[Any, float | None]:
         )
     wide, base = compute_dtype(q.dtype), 2.0 ** -round(math.log2(max(1, q.shape[-1])) / 2)
     factor = scale.to(wide) / base
-    if q.dtype == wide or not (eager and plain(q, scale)):
+    if not (eager and plain(q, scale)):
         return (q.to(wide) * factor).to(q.dtype), base
     return _Multiplied.apply(q, factor), base
 
 
 class _Multiplied(torch.autograd.Function):
-    """q of 16 bits times a number in float32, of which autograd by itself would keep q in float32."""
+    """q times a number: autograd by itself would keep q of 16 bits in float32, and add up NaN times a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, factor: Tensor) -> Tensor:
@@ -65,4 +65,6 @@ class _Multiplied(torch.autograd.Function):
         q, factor = ctx.saved_tensors
         of_q, of_factor = ctx.needs_input_grad
         wide = gradient.to(factor.dtype)
-        return (wide * factor).to(q.dtype) if of_q else None, (wide * q).sum() if of_factor else None
+        # A query that keeps nothing may be NaN, and has a gradient of 0.
+        share = (wide * q).masked_fill_(wide == 0, 0.0).sum() if of_factor else None
+        return (wide * factor).to(q.dtype) if of_q else None, share
