@@ -76,8 +76,8 @@ def attention(
         scale: H ** -0.5 by default. A number, or an array without dimensions, which may be traced and has a gradient:
             query is multiplied by it, in 16 bits with one more rounding. `softcap` and `q_offset` are numbers.
         q_offset: position of query row 0, S - T by default.
-        key_lengths: (B,) integers of any size, or a list of them; keys j >= key_lengths[b] are not attended, and must
-            be finite: a length of 0 or less keeps none, one over K all.
+        key_lengths: (B,) integers of any size, or a list of them; keys j >= key_lengths[b] are not attended, and may
+            hold anything: a length of 0 or less keeps none, one over K all.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (N,), differentiable; exp(sink) joins the denominator and lse.
         alibi_slopes: (N,), constant; slope * (j - i) is added to the scores.

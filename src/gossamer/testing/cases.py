@@ -98,7 +98,8 @@ def _with_gaps(N: int) -> CSR:
     """Every third row, a run of rows, every fifth key and a run of keys are of no pair."""
     kept = np.random.default_rng(13).random((N, N)) < 0.6
     kept[::3] = kept[40:72] = kept[:, ::5] = kept[:, 60:95] = False
-    return CSR._from_pairs(*np.nonzero(kept), N, N)
+    rows, columns = np.nonzero(kept)
+    return CSR._from_pairs(rows, columns, N, N)
 
 
 def _half_empty(N: int) -> BlockMask:

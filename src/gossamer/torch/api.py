@@ -127,8 +127,8 @@ def attention(
         key_starts: (B,) integers, or a list of them; keys j < key_starts[b] are not attended (padding on the left), and
             keys stay at their positions j. The structure is made on the device, for the patterns that `q_offset` of
             (B,) is for.
-        key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended. Their memory must hold finite
-            numbers. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too. Of a list
+        key_lengths: (B,) integers of any size; keys j >= key_lengths[b] are not attended, and their memory may hold
+            anything. Positions do not follow them: with a cache of fixed size, a window needs `q_offset` too. Of a list
             or a tuple of B integers each call makes a tensor on q's device.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (H,), any float type, differentiable; exp(sink) joins the denominator and lse. An empty row's lse
