@@ -52,8 +52,9 @@ def _full(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
     row, place = walk.full.listed()
     tile = walk.full.indices[place].astype(np.int64)
     keys[_columns(walk, row, tile)] = True
-    np.minimum.at(first[:, 0], row, tile * walk.block_columns)
-    first[:] = first[:, :1]
+    of_tiles = np.full(len(first), walk.columns)
+    np.minimum.at(of_tiles, row, tile * walk.block_columns)
+    first[:] = of_tiles[:, None]
 
 
 def _interval(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
@@ -87,7 +88,7 @@ def _bits(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
     np.bitwise_or.at(words, _columns(walk, row, tile), np.bitwise_or.reduce(pool, axis=1)[entry])
     keys |= unpack_bits(words.astype(np.uint32))
     word = (pool != 0).argmax(2)
-    lowest = np.take_along_axis(pool, word[..., None], 2)[..., 0]
+    lowest = np.take_along_axis(pool, word[..., None], 2).squeeze(2)
     bit = np.log2(np.maximum(lowest & -lowest, 1)).astype(np.int64)
     begin = np.where(lowest != 0, word * WORD + bit, walk.columns)  # of each row of each tile of the pool
     np.minimum.at(first, row, np.minimum(begin[entry] + tile[:, None] * walk.block_columns, walk.columns))

@@ -228,12 +228,13 @@ class FlashPlan:
 
 def _between(intervals: Intervals) -> bool:
     """Whether there are keys between those of two rows that no row keeps."""
-    some = intervals.hi > intervals.lo
-    lo, hi = (x[some] for x in intervals)
-    if (lo[1:] < lo[:-1]).any():
-        order = np.argsort(lo, kind="stable")
-        lo, hi = lo[order], hi[order]
-    return bool((lo[1:] > np.maximum.accumulate(hi)[:-1]).any())
+    some = np.flatnonzero(intervals.hi > intervals.lo)
+    if not len(some):
+        return False
+    if (np.diff(intervals.lo[some]) < 0).any():
+        some = some[np.argsort(intervals.lo[some], kind="stable")]
+    ends = np.maximum.accumulate(intervals.hi[some])
+    return bool((np.delete(intervals.lo[some], 0) > np.delete(ends, -1)).any())
 
 
 class _Heads(NamedTuple):
