@@ -4,8 +4,9 @@ Its limits and the problem that it is given are those of the plan (`plan/capabil
 
 What no kept pair has reaches no result: NaN and infinities in rows of q, dout, and without sinks dlse, of queries that
 keep nothing, and in rows of k and v that no query of the call keeps (past lengths, before starts, outside of documents,
-not listed) give the bits that zeros in these places give, in out, lse and every gradient. So loads of such rows are
-cleared, or their products are chosen and not multiplied by 0: `tests/kernels/test_contract.py` holds it.
+not listed; where a capability says so, past lengths alone) give the bits that zeros in these places give, in out, lse
+and every gradient. So loads of such rows are cleared, or their products are chosen and not multiplied by 0:
+`tests/kernels/test_contract.py` holds it.
 """
 
 from __future__ import annotations
