@@ -212,12 +212,16 @@ def test_documents_by_their_edges(seed: int) -> None:
 
 
 def test_edges_that_decrease_count_as_those_before_them() -> None:
+    """Where nobody reads them: on a GPU, and in compiled functions."""
     (q,) = tensors((1, 1, 6, 4))
+
+    def run(edges: torch.Tensor) -> torch.Tensor:
+        return gs.attention(q, q, q, gs.DocumentIds.from_cu_seqlens(edges, 6))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
     for wrong, right in (([0, 4, 2, 6], [0, 4, 4, 6]), ([-9, 3, 2**40], [0, 3, 6]), ([2, 5, -1], [2, 5, 5])):
-        found, wanted = (
-            gs.attention(q, q, q, gs.DocumentIds.from_cu_seqlens(torch.tensor(x), 6)) for x in (wrong, right)
-        )
-        assert torch.equal(found, wanted)
+        assert torch.equal(compiled(torch.tensor(wrong)), run(torch.tensor(right)))
 
 
 def test_an_id_that_returns_is_another_document() -> None:

@@ -104,11 +104,64 @@ def test_layers_share_one_structure(compiled: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_edges_outside_of_the_tensors_are_clamped() -> None:
+WILD = (([-3, 2, 99], [0, 2, 6]), ([0, 4, 2], [0, 4, 4]), ([2**40, 2**40, 2**40], [6, 6, 6]))
+
+
+def test_edges_that_nobody_reads_are_clamped() -> None:
+    """On a GPU, and in compiled functions."""
     x = tensors((6, 2, 4), (6, 2, 4), (6, 2, 4))
-    for wild, tame in (([-3, 2, 99], [0, 2, 6]), ([0, 4, 2], [0, 4, 4]), ([2**40, 2**40, 2**40], [6, 6, 6])):
-        found, wanted = (gs.varlen(*x, torch.tensor(edges), pattern=gs.Causal()) for edges in (wild, tame))
-        assert torch.equal(found, wanted)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda cu: gs.varlen(*x, cu, pattern=gs.Causal()), fullgraph=True, backend="eager")
+    for wild, tame in WILD:
+        assert torch.equal(compiled(torch.tensor(wild)), gs.varlen(*x, torch.tensor(tame), pattern=gs.Causal()))
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor], ids=lambda form: form.__name__)
+def test_edges_of_the_host(form: Any) -> None:
+    """Lists, arrays and tensors on the CPU are read: what would be clamped in silence raises."""
+    x = tensors((6, 2, 4), (6, 2, 4), (6, 2, 4))
+    q, cu = x[0], torch.tensor([0, 2, 6])
+    for edges, used in (([0, 2, 6], None), ([1, 1, 5], [0, 3])):
+        given = None if used is None else form(used)
+        wanted = gs.varlen(*x, torch.tensor(edges), seqused_k=None if used is None else torch.tensor(used))
+        assert torch.equal(gs.varlen(*x, form(edges), seqused_k=given), wanted)
+    for wild, _ in WILD:
+        message = "must not decrease" if wild[2] < wild[1] else r"must be in \[0, . = \[0, 6\]; got "
+        for name, args in (("cu_seq_q", (form(wild), cu)), ("cu_seq_k", (cu, form(wild)))):
+            with pytest.raises(ValueError, match=f"{name} {message}".replace("0, .", "0, [TS].")):
+                gs.varlen(*x, *args)
+            with pytest.raises(ValueError, match=name):
+                gs.device_layout(*x, gs.PackedSequences(*args, check=True), layout="bshd")
+    for wild, _ in WILD:
+        with pytest.raises(ValueError, match="cu_seqlens must"):
+            gs.attention(q[:, 0], q[:, 0], q[:, 0], gs.DocumentIds.from_cu_seqlens(form(wild), 6) & gs.Causal())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_edges_of_a_gpu_are_read_where_that_is_asked_for() -> None:
+    x = [y.cuda() for y in tensors((6, 2, 4), (6, 2, 4), (6, 2, 4))]
+    for wild, tame in WILD:
+        found = gs.varlen(*x, torch.tensor(wild, device="cuda"), pattern=gs.Causal())
+        assert torch.equal(found, gs.varlen(*x, tame, pattern=gs.Causal()))  # a list follows the call
+        with pytest.raises(ValueError, match="cu_seq_q must"):
+            gs.varlen(*x, wild)
+        packed = gs.PackedSequences(torch.tensor(wild, device="cuda"), check=True)
+        with pytest.raises(ValueError, match="cu_seq_q must"):
+            gs.attention(*x, packed, layout="bshd")
+        documents = gs.DocumentIds.from_cu_seqlens(torch.tensor(wild, device="cuda"), 6, check=True)
+        with pytest.raises(ValueError, match="cu_seqlens must"):
+            gs.attention(*x, documents, layout="bshd")
+
+
+def test_check_cannot_be_compiled() -> None:
+    x, cu = tensors((6, 2, 4), (6, 2, 4), (6, 2, 4)), torch.tensor([0, 6])
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda cu: gs.attention(*x, gs.PackedSequences(cu, check=True), layout="bshd"), backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="check of PackedSequences must be False in a compiled function"):
+        run(cu)
 
 
 def test_every_batch_element_has_the_sequences() -> None:
@@ -138,19 +191,20 @@ x, kv, cu = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8), torch.tensor([0, 2, 6])
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "dimensions": ((x[None], kv, kv, cu), {}, r"q must be a tensor \(positions, heads, size\) of packed"),
     "no tensor": ((x, kv, None, cu), {}, "v must be a tensor .positions, heads, size.* got None"),
-    "edges": ((x, kv, kv, [0, 6]), {}, "cu_seq_q must be a tensor of one dimension of at least one ent"),
+    "edges": ((x, kv, kv, [0, 6.0]), {}, "cu_seq_q must be a tensor of one dimension of at least one ent"),
     "edges of floats": ((x, kv, kv, cu.float()), {}, "cu_seq_q must be a tensor of one dimension of at least one ent"),
     "no edge": ((x, kv, kv, cu[:0]), {}, "cu_seq_q must be a tensor of one dimension of at least one entry"),
     "other edges": ((x, kv, kv, cu, cu[None]), {}, "cu_seq_k must be a tensor of one dimension of at least one ent"),
     "numbers": ((x, kv, kv, cu, cu[:2]), {}, "cu_seq_q and cu_seq_k must tell of as many sequences"),
-    "used": ((x, kv, kv, cu), {"seqused_k": cu}, r"seqused_k must be integers of shape \(2,\), one for each"),
-    "used list": ((x, kv, kv, cu), {"seqused_k": [1, 2]}, r"seqused_k must be integers of shape \(2,\)"),
+    "used": ((x, kv, kv, cu), {"seqused_k": cu}, r"seqused_k must be a tensor of one dimension of shape \(2,\)"),
+    "used list": ((x, kv, kv, cu), {"seqused_k": [1, 2, 3]}, r"seqused_k must be a tensor .* of shape \(2,\)"),
+    "shapes as given": ((x, kv[:, :, :4], kv, cu), {}, r"k must have the head size of q, D=8; got shape \(6, 2, 4\)"),
     "pattern": ((x, kv, kv, cu), {"pattern": gs.BigBird(64)}, "go by positions alone.*BigBird.* has no rule"),
     "out": ((x, kv, kv, cu), {"out": x[:5]}, r"out must be a tensor \(6, 4, 8\) of"),
     "out of a gradient": (
         (x.clone().requires_grad_(), kv, kv, cu), {"out": x.clone()}, "out must be None where a gradient is asked for",
     ),
-    "heads": ((x, x[:, :3], x[:, :3], cu), {}, "heads G that divides"),
+    "heads": ((x, x[:, :3], x[:, :3], cu), {}, r"heads G that divides q's H=4; got G=3, shape \(6, 3, 8\)"),
     "device": ((x, kv, kv, cu.to("meta")), {}, "must be on q's device, cpu; got"),
 }  # fmt: skip
 

@@ -246,7 +246,7 @@ def request_of(
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(
         q, k, v, host, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
-        deterministic, backward, bshd, counted=not _recorded(),
+        deterministic, backward, bshd, counted=not _recorded(), dims=dims,
     )  # fmt: skip
     if asks_for_structure(pattern, q_offset, key_starts):
         if is_handle(pattern) and not torch.compiler.is_compiling():

@@ -51,6 +51,7 @@ class Arguments(NamedTuple):
     bshd: bool = False
     counted: bool = False  # torch counts what is written to the data that say what is attended, as it does eagerly
     made: bool = False  # these are a layout that the call made itself
+    dims: int = 4  # of the q, k and v that were given, for messages
 
 
 def options_of(a: Arguments) -> tuple[Any, ...]:
@@ -214,7 +215,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
     yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield v.shape[3] > 0, "v", v, "have a head size E of at least 1"
-    heads = Wording(f"G={k.shape[1]}, {describe(k)}")
+    heads = Wording(f"G={k.shape[1]}, {describe(as_given(k, a))}")
     yield (
         q.shape[1] % (k.shape[1] or q.shape[1] + 1) == 0,
         "k",
@@ -263,6 +264,8 @@ def _factor_checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     of_scale = f"be a finite number up to {most:.1e} in magnitude, as {limits.dtype} holds, or None for D ** -0.5"
     yield abs(scale) <= most, "scale", scale, of_scale
     of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {limits.dtype}, or None"
+    of_none = "be a finite number over 0, or None for no cap"
+    yield a.softcap != 0, "softcap", a.softcap, of_none
     yield a.softcap is None or 1 / capped <= a.softcap <= capped, "softcap", a.softcap, of_cap
     if a.softcap is not None:
         yield abs(scale) / a.softcap <= most, "scale / softcap", scale / a.softcap, f"be up to {most:.1e}"
@@ -280,7 +283,17 @@ def validate(a: Arguments) -> None:
     """Raise ValueError for the first argument that is wrong."""
     for right, name, given, accepted in _checks(a):
         if not right:
-            raise ValueError(f"{name} must {accepted}; got {describe(given)}{_other_layout(a)}")
+            raise ValueError(f"{name} must {accepted}; got {describe(as_given(given, a))}{_other_layout(a)}")
+
+
+def as_given(x: Any, a: Arguments) -> Any:
+    """One of q, k and v with the dimensions that were given, in their order; anything else as it is."""
+    if not any(x is y for y in (a.q, a.k, a.v)) or x.ndim != 4:
+        return x
+    x = x.transpose(1, 2) if a.bshd else x
+    if a.dims == 4:
+        return x
+    return x.squeeze(0) if a.dims == 3 else x.squeeze(0).squeeze(1 if a.bshd else 0)
 
 
 def is_empty(a: Arguments) -> bool:

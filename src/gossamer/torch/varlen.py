@@ -10,6 +10,7 @@ from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
 from gossamer.torch.request import differentiable
 from gossamer.torch.scale import with_number
+from gossamer.torch.structure.base import Edges
 from gossamer.torch.structure.sequences import PackedSequences
 from gossamer.torch.validate import describe
 
@@ -18,13 +19,13 @@ def varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None = None,
+    cu_seq_q: Edges,
+    cu_seq_k: Edges | None = None,
     max_q: int | None = None,
     max_k: int | None = None,
     pattern: Pattern | None = None,
     *,
-    seqused_k: Tensor | None = None,
+    seqused_k: Edges | None = None,
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
@@ -45,8 +46,8 @@ def varlen(
         q: (T, H, D), the queries of all sequences.
         k: (S, G, D), their keys, H a multiple of G.
         v: (S, G, E).
-        cu_seq_q: (sequences + 1,) integers on q's device, non-decreasing. Not checked: an entry that is less than one
-            before it counts as that, one under 0 as 0 and one over T (of cu_seq_k: over S) as T.
+        cu_seq_q: (sequences + 1,) integers from 0 to T (of cu_seq_k: to S) that do not decrease, as `PackedSequences`
+            takes them; those of the host are checked, and those of a GPU clamped.
         cu_seq_k: (sequences + 1,) likewise; None is cu_seq_q.
         max_q: not used; sizes are those of q.
         max_k: not used; sizes are those of k.

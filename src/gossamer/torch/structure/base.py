@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import EVERY_KEY, MOST_REACHES, Bounds, Reach, Rule
 from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.validate import INTEGERS, describe, instead
+from gossamer.torch.validate import INTEGERS, describe, instead, whole
 
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
 UNIONS = f"any & and | of them, up to {MOST_REACHES} intervals a row"
@@ -21,6 +24,9 @@ ONE_BY_ONE = (
     "Call attention for each sequence, or give it one boolean mask (Q, K) of all that are packed, False between two"
 )
 OF_BOTH = "Give attention one boolean mask of the pairs that both keep"
+
+
+Edges = Tensor | Sequence[int] | np.ndarray  # (n + 1,) integers, as they may be given
 
 
 class Sizes(NamedTuple):
@@ -60,6 +66,10 @@ class Structure(ABC):
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
+
+    def placed(self, device: torch.device) -> Structure:
+        """This structure with what it was given on the host on a device."""
+        return self
 
     @abstractmethod
     def check(self, sizes: Sizes) -> None:
@@ -149,6 +159,9 @@ class Joined(Structure):
                 return term.list_heads
         return None
 
+    def placed(self, device: torch.device) -> Structure:
+        return Joined(tuple(term.placed(device) for term in self._terms), self.rule)
+
     def check(self, sizes: Sizes) -> None:
         for term in self._terms:
             term.check(sizes)
@@ -223,13 +236,58 @@ def narrow(x: Tensor, least: int, most: int) -> Tensor:
     return (x if x.dtype == torch.int64 else x.int()).clamp(least, most).int()
 
 
-def check_edges(name: str, edges: Any) -> None:
-    """Raise ValueError unless it is a vector of integers, of one entry at least."""
-    right = isinstance(edges, Tensor) and not edges.is_nested and edges.dtype in INTEGERS
-    if not right or edges.ndim != 1 or len(edges) == 0:
+def vector_of(name: str, given: Any, entries: int | None = None) -> Tensor:
+    """A vector of integers, of a list or a numpy array one on the CPU.
+
+    Args:
+        entries: how many; None: at least one.
+
+    Raises:
+        ValueError: it is no such vector.
+    """
+    made = given
+    if isinstance(given, (list, tuple)):
+        numbers = [whole(x) for x in given]
+        if None not in numbers and all(-(2**63) <= x < 2**63 for x in numbers):
+            made = torch.tensor(numbers, dtype=torch.int64)
+    elif isinstance(given, np.ndarray) and given.dtype.kind in "iu":
+        made = torch.from_numpy(given.astype(np.int64))
+    right = isinstance(made, Tensor) and not made.is_nested and made.dtype in INTEGERS and made.ndim == 1
+    if not right or (len(made) == 0 if entries is None else len(made) != entries):
+        size = "at least one entry" if entries is None else f"shape ({entries},)"
         raise ValueError(
-            f"{name} must be a tensor of one dimension of at least one entry, {OF_INTEGERS}; got {describe(edges)}"
+            f"{name} must be a tensor of one dimension of {size}, {OF_INTEGERS}, or a list of integers; "
+            f"got {describe(given)}"
         )
+    return made
+
+
+def is_read(name: str, asked: bool, *tensors: Tensor) -> bool:
+    """Whether the numbers of a structure are looked at before a call: where that is asked for, and on a CPU.
+
+    Raises:
+        ValueError: it is asked for in a compiled function.
+    """
+    if torch.compiler.is_compiling():
+        if asked:
+            raise ValueError(f"check of {name} must be False in a compiled function: it reads the numbers")
+        return False
+    kinds = {type(x) for x in tensors}
+    if not kinds <= {Tensor, torch.nn.Parameter} or any(x.is_meta for x in tensors):
+        return False
+    if _C._len_torch_dispatch_stack() or _C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return asked or all(x.device.type == "cpu" for x in tensors)
+
+
+def check_ascending(name: str, edges: Tensor, most: int, end: str) -> None:
+    """Raise ValueError unless edges, which are read, do not decrease, from 0 on up to `most`, which is called `end`."""
+    numbers = edges.tolist()
+    for one, other in pairwise(numbers):
+        if other < one:
+            raise ValueError(f"{name} must not decrease: sequences would overlap; got {other} behind {one}")
+    if numbers[0] < 0 or numbers[-1] > most:
+        raise ValueError(f"{name} must be in [0, {end}] = [0, {most}]; got {numbers[0]} to {numbers[-1]}")
 
 
 def sorted_edges(edges: Tensor, most: int) -> Tensor:

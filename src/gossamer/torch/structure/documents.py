@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.patterns.reach import Bounds
-from gossamer.torch.structure.base import OF_INTEGERS, Sizes, Structure, check_edges, sorted_edges
+from gossamer.patterns.validate import boolean
+from gossamer.torch.structure.base import (
+    OF_INTEGERS,
+    Edges,
+    Sizes,
+    Structure,
+    check_ascending,
+    is_read,
+    sorted_edges,
+    vector_of,
+)
 from gossamer.torch.validate import INTEGERS, describe, whole
 
 
@@ -44,18 +56,21 @@ class DocumentIds(Structure):
             )
         self.ids, self.length = ids, ids.shape[-1]
         self.edges: Tensor | None = None
+        self.checked = self.on_host = False
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, length: int) -> DocumentIds:
+    def from_cu_seqlens(cls, cu_seqlens: Edges, length: int, *, check: bool = False) -> DocumentIds:
         """Documents [cu_seqlens[n], cu_seqlens[n + 1]) of one packed sequence; documents may be empty.
 
         Positions before the first entry and from the last one on are in no document: they see nothing, and nothing
         sees them. So a batch of fixed size may end with padding.
 
         Args:
-            cu_seqlens: (documents + 1,) integers on q's device, non-decreasing (not checked: an entry that is less than
-                one before it counts as that, one over `length` as `length`).
-            length: positions, K; an int, of numpy too.
+            cu_seqlens: (documents + 1,) integers from 0 to `length` that do not decrease: a tensor on q's device, a
+                list or a numpy array. What the host has is checked in each call that is not compiled; on a GPU an entry
+                that is less than one before it counts as that, one over `length` as `length`.
+            length: positions, K.
+            check: raise ValueError for wrong entries on a GPU too; this waits for it, and cannot be compiled.
 
         Raises:
             ValueError: `cu_seqlens` is no such tensor, or `length` no number of positions.
@@ -66,12 +81,13 @@ class DocumentIds(Structure):
             >>> gs.attention(q, k, v, packed)[0, 0, 5].abs().max().item()  # in no document
             0.0
         """
-        check_edges("cu_seqlens", cu_seqlens)
+        edges = vector_of("cu_seqlens", cu_seqlens)
         positions = whole(length)
         if positions is None or positions < 0:
             raise ValueError(f"length must be a number of positions, at least 0; got {describe(length)}")
-        made = cls(cu_seqlens)
-        made.edges, made.length = cu_seqlens, positions
+        made = cls(edges)
+        made.edges, made.length, made.checked = edges, positions, boolean("check", check)
+        made.on_host = not isinstance(cu_seqlens, Tensor)
         return made
 
     def __repr__(self) -> str:
@@ -83,9 +99,18 @@ class DocumentIds(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids,)
 
+    def placed(self, device: torch.device) -> DocumentIds:
+        if not self.on_host or self.ids.device == device:
+            return self
+        made = copy(self)
+        made.ids = made.edges = self.ids.to(device)
+        return made
+
     def check(self, sizes: Sizes) -> None:
         if self.length != sizes.K:
             raise ValueError(f"ids of DocumentIds must have K={sizes.K} positions; got {self.length}")
+        if self.edges is not None and is_read("DocumentIds", self.checked, self.edges):
+            check_ascending("cu_seqlens", self.edges, self.length, "length")
         if self.edges is None and self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.B):
             raise ValueError(
                 f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"

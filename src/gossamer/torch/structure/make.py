@@ -66,6 +66,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
         structure = pattern
     else:
         structure = Positions(rule_of(pattern, _advice(pattern, offset, key_starts)))
+    structure = structure.placed(a.q.device)
     if structure.own_positions and not a.q_offset is offset is a.alibi_slopes is None:
         name = "alibi_slopes" if a.q_offset is offset is None else "q_offset"
         raise Unsupported(f"{name} must be None with {structure!r}, whose positions are those within each sequence")

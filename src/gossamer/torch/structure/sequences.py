@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -9,19 +10,22 @@ from torch import Tensor
 
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import Bounds, Reach
-from gossamer.patterns.validate import show
+from gossamer.patterns.validate import boolean, show
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.structure.base import (
     ONE_BY_ONE,
     UNIONS,
+    Edges,
     Sizes,
     Structure,
-    check_edges,
+    check_ascending,
+    is_read,
     narrow,
     rule_of,
     sorted_edges,
+    vector_of,
 )
-from gossamer.torch.validate import INTEGERS, describe
+from gossamer.torch.validate import describe
 
 
 class PackedSequences(Structure):
@@ -36,13 +40,15 @@ class PackedSequences(Structure):
     and `alibi_slopes` are refused with it, and a pattern is given here, not joined by `&`.
 
     Args:
-        cu_seq_q: (sequences + 1,) integers on q's device, non-decreasing. Not checked: an entry that is less than one
-            before it counts as that, one under 0 as 0 and one over Q as Q.
+        cu_seq_q: (sequences + 1,) integers from 0 to Q that do not decrease: a tensor on q's device, a list or a numpy
+            array. What the host has is checked in each call that is not compiled; on a GPU an entry that is less than
+            one before it counts as that, one under 0 as 0 and one over Q as Q.
         cu_seq_k: (sequences + 1,) likewise, of keys; None is cu_seq_q.
-        seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
-            then this number, where it is less than the room of the sequence; one under 0 counts as 0.
+        seqused_k: (sequences,) integers, likewise given: of each sequence only so many keys are there, from its first
+            one on. Lk is then this number, where it is less than the room of the sequence; one under 0 counts as 0.
         pattern: Dense, Causal, Local, SlidingWindow (whose sinks are the first keys of each sequence), any `&` and `|`
             of them; None is every key of the sequence.
+        check: raise ValueError for wrong edges on a GPU too; this waits for it, and cannot be compiled.
 
     Raises:
         ValueError: an argument is none of these; `Unsupported` where the pattern does not go by positions alone.
@@ -55,30 +61,32 @@ class PackedSequences(Structure):
         >>> out = gs.attention(q, k, v, shared, layout="bshd")  # in every layer, with its own q, k and v
         >>> torch.allclose(out, gs.varlen(q, k, v, cu_q, cu_k, pattern=gs.Causal()), atol=1e-6)
         True
+        >>> gs.PackedSequences([0, 2, 7], [0, 4, 9], check=True)
+        PackedSequences(2)
     """
 
     own_positions = True
 
     def __init__(
-        self, cu_seq_q: Tensor, cu_seq_k: Tensor | None = None, *, seqused_k: Tensor | None = None,
-        pattern: Pattern | None = None,
+        self, cu_seq_q: Edges, cu_seq_k: Edges | None = None, *, seqused_k: Edges | None = None,
+        pattern: Pattern | None = None, check: bool = False,
     ) -> None:  # fmt: skip
-        cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-        check_edges("cu_seq_q", cu_seq_q)
-        check_edges("cu_seq_k", cu_seq_k)
-        if len(cu_seq_q) != len(cu_seq_k):
+        self.cu_seq_q = vector_of("cu_seq_q", cu_seq_q)
+        self.cu_seq_k = self.cu_seq_q if cu_seq_k is None else vector_of("cu_seq_k", cu_seq_k)
+        sequences = len(self.cu_seq_k) - 1
+        if len(self.cu_seq_q) != sequences + 1:
             raise ValueError(
                 "cu_seq_q and cu_seq_k must tell of as many sequences; "
                 f"got {describe(cu_seq_q)} and {describe(cu_seq_k)}"
             )
-        if seqused_k is not None:
-            right = isinstance(seqused_k, Tensor) and not seqused_k.is_nested and seqused_k.dtype in INTEGERS
-            if not right or seqused_k.shape != (len(cu_seq_k) - 1,):
-                raise ValueError(
-                    f"seqused_k must be integers of shape ({len(cu_seq_k) - 1},), one for each sequence; "
-                    f"got {describe(seqused_k)}"
-                )
-        self.cu_seq_q, self.cu_seq_k, self.seqused_k, self.pattern = cu_seq_q, cu_seq_k, seqused_k, pattern
+        self.seqused_k = None if seqused_k is None else vector_of("seqused_k", seqused_k, sequences)
+        self.pattern, self.checked = pattern, boolean("check", check)
+        given = {
+            "cu_seq_q": cu_seq_q,
+            "cu_seq_k": cu_seq_k if cu_seq_k is not None else cu_seq_q,
+            "seqused_k": seqused_k,
+        }
+        self._on_host = [name for name, x in given.items() if x is not None and not isinstance(x, Tensor)]
         self.rule = rule_of(pattern, ONE_BY_ONE, f"Dense, Causal, Local, SlidingWindow, {UNIONS}")
         if any(reach.step > 1 for reach in self.rule.reaches):
             raise Unsupported(f"pattern, {show(pattern)}, has a step, which is not counted in sequences. {ONE_BY_ONE}")
@@ -92,8 +100,23 @@ class PackedSequences(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(x for x in (self.cu_seq_q, self.cu_seq_k, self.seqused_k) if x is not None)
 
+    def placed(self, device: torch.device) -> PackedSequences:
+        moved = [name for name in self._on_host if getattr(self, name).device != device]
+        if not moved:
+            return self
+        made = copy(self)
+        for name in moved:
+            setattr(made, name, getattr(self, name).to(device))
+        return made
+
     def check(self, sizes: Sizes) -> None:
-        """Whatever the edges are, they are clamped to the sizes."""
+        """Where edges are not read they are clamped to the sizes."""
+        for name, edges, most, end in (
+            ("cu_seq_q", self.cu_seq_q, sizes.Q, "T"),
+            ("cu_seq_k", self.cu_seq_k, sizes.K, "S"),
+        ):
+            if is_read("PackedSequences", self.checked, edges):
+                check_ascending(name, edges, most, end)
 
     def bounds(self, position: Tensor, sizes: Sizes) -> None:
         """Those of `reached` are within the sequences."""
