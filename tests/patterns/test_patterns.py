@@ -38,6 +38,14 @@ DEFINITIONS = {
     "unbounded": (gs.SlidingWindow(None, None), lambda i, j, K: True),
     "causal sinks": (gs.SlidingWindow(4, 0, 3), lambda i, j, K: j <= i and (j >= i - 4 or j < 3)),
     "sinks": (gs.SlidingWindow(4, 1, 3), lambda i, j, K: i - 4 <= j <= i + 1 or j < 3),
+    "strictly causal": (gs.SlidingWindow(None, -1), lambda i, j, K: j < i),
+    "before": (gs.SlidingWindow(9, -3), lambda i, j, K: i - 9 <= j <= i - 3),
+    "behind": (gs.SlidingWindow(-2, 7), lambda i, j, K: i + 2 <= j <= i + 7),
+    "behind, unbounded": (gs.SlidingWindow(-2, None), lambda i, j, K: i + 2 <= j),
+    "no key": (gs.SlidingWindow(2, -3), lambda i, j, K: False),
+    "far behind": (gs.SlidingWindow(1 - 2**31, 2**31 - 1), lambda i, j, K: i + 2**31 - 1 <= j),
+    "strictly causal sinks": (gs.SlidingWindow(5, -2, 3), lambda i, j, K: i - 5 <= j <= i - 2 or (j < 3 and j <= i)),
+    "sinks behind": (gs.SlidingWindow(-2, 4, 3), lambda i, j, K: i + 2 <= j <= i + 4 or j < 3),
     "unbounded sinks": (gs.SlidingWindow(None, None, 3), lambda i, j, K: True),
     "local": (gs.Local(6), lambda i, j, K: i // 6 == j // 6),
     "segment": (gs.DilatedSegment(12, 3, 2), lambda i, j, K: i // 12 == j // 12 and i % 12 % 3 == j % 12 % 3 == 2),
@@ -84,6 +92,26 @@ def test_keep_broadcasts_and_knows_no_keys_outside():
     assert gs.Causal().keep(2, 1, 4, 4).shape == ()
     with pytest.raises(ValueError, match="integer positions"):
         gs.Causal().keep(np.array([0.5]), np.array([1]), 4, 4)
+
+
+def test_documents_of_more_positions_than_keys():
+    """A cache that grows: the ids of all positions, of which the keys are the first ones."""
+    rng = np.random.default_rng(0)
+    for case in range(60):
+        n = int(rng.integers(1, 90))
+        ids = np.sort(rng.integers(0, 6, n)) if case % 2 else rng.integers(0, 3, n)
+        K, Q = int(rng.integers(1, n + 1)), int(rng.integers(1, 40))
+        q_offset = None if case % 3 == 0 else int(rng.integers(-3, n + 3))
+        i = np.arange(Q) + (K - Q if q_offset is None else q_offset)
+        inside = (i >= 0) & (i < n)
+        expected = (ids[np.clip(i, 0, n - 1)][:, None] == ids[None, :K]) & inside[:, None]
+        pattern = gs.Document(ids)
+        assert (pattern.materialize(Q, K, q_offset) == expected).all()
+        assert pattern.density(Q, K, q_offset) == pytest.approx(expected.mean(), abs=1e-12)
+        layout = pattern.layout(Q, K, block_q=32, block_kv=32, q_offset=q_offset)
+        assert (layout.expand() == expected).all()
+        both = (pattern & gs.Causal()).layout(Q, K, block_q=32, block_kv=32, q_offset=q_offset)
+        assert (both.expand() == expected & (np.arange(K) <= i[:, None])).all()
 
 
 def test_negative_positions_never_wrap():
@@ -534,9 +562,11 @@ def test_truth_value_says_what_to_use(use):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gs.SlidingWindow(-1), "left"),
-        (lambda: gs.SlidingWindow(-1, 0), r"left must be an integer in \[0, \d+\] or None \(unbounded\), got -1"),
-        (lambda: gs.SlidingWindow(1, -1), r"right must be .* or None \(unbounded\), got -1"),
+        (
+            lambda: gs.SlidingWindow(-(2**31)),
+            r"left must be an integer in \[-2147483647, \d+\] or None \(unbounded\), got",
+        ),
+        (lambda: gs.SlidingWindow(1, -(2**31)), r"right must be .* or None \(unbounded\), got -2147483648"),
         (lambda: gs.SlidingWindow(2.5), "left"),
         (lambda: gs.SlidingWindow(1, True), "right"),
         (lambda: gs.SlidingWindow(1, 0, None), "sinks"),

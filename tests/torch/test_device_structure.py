@@ -30,6 +30,12 @@ RULES: dict[str, tuple[gs.Pattern | None, Keep]] = {
     "behind": (gs.SlidingWindow(None, 2), lambda i, j: j <= i + 2),
     "ahead": (gs.SlidingWindow(2, None), lambda i, j: i - 2 <= j),
     "farthest": (gs.SlidingWindow(2**31 - 1, 2**31 - 2), lambda i, j: j <= i + 2**31 - 2),
+    "strictly before": (gs.SlidingWindow(9, -3), lambda i, j: i - 9 <= j <= i - 3),
+    "strictly behind": (gs.SlidingWindow(-2, 7), lambda i, j: i + 2 <= j <= i + 7),
+    "past": (gs.SlidingWindow(None, -1), lambda i, j: j < i),
+    "no key": (gs.SlidingWindow(2, -3), lambda i, j: False),
+    "farthest behind": (gs.SlidingWindow(1 - 2**31, None), lambda i, j: i + 2**31 - 1 <= j),
+    "past sinks": (gs.SlidingWindow(5, -2, 3), lambda i, j: i - 5 <= j <= i - 2 or (j < 3 and j <= i)),
     "local": (gs.Local(7), lambda i, j: i // 7 == j // 7),
     "widest local": (gs.Local(2**31 - 1), lambda i, j: i // (2**31 - 1) == j // (2**31 - 1)),
     "joined": (

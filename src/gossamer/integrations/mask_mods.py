@@ -73,7 +73,8 @@ def _both(first: MaskMod | None, second: MaskMod | None, join: Callable[..., Ten
 
 
 def _window(p: Any, q_offset: int, past: int, ahead: int) -> MaskMod:
-    left, right = (x if x is None else min(x, most) for x, most in ((p.left, past), (p.right, ahead)))
+    ends = (p.left, past, ahead), (p.right, ahead, past)
+    left, right = (x if x is None else max(min(x, most), -other - 1) for x, most, other in ends)
     sinks = min(p.sinks, ahead + past + 1)
 
     def mask(b: Tensor, h: Tensor, r: Tensor, j: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def _window(p: Any, q_offset: int, past: int, ahead: int) -> MaskMod:
             kept = kept & (j <= i + right)
         if sinks:
             first = j < sinks
-            kept = kept | (first & (j <= i) if right == 0 else first)
+            kept = kept | (first & (j <= i) if right is not None and right <= 0 else first)
         return kept
 
     return mask

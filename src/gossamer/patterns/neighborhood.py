@@ -60,7 +60,7 @@ class Neighborhood(Pattern):
         self, shape: Iterable[int], reach: int | Iterable[Any], border: str | Iterable[str] = "cut",
         causal: bool | Iterable[bool] = False,
     ) -> None:  # fmt: skip
-        one = whole(reach) is not None
+        one = whole(reach) is not None or np.isscalar(reach)
         try:
             sizes = tuple(shape)
             sides = (reach,) * len(sizes) if one else tuple(reach)  # type: ignore[arg-type]

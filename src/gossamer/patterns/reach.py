@@ -35,8 +35,8 @@ class Reach(NamedTuple):
     step: int = 1
 
     def __str__(self) -> str:
-        left = "" if self.left is None else f"i - {self.left} <= " if self.left else "i <= "
-        right = "" if self.right is None else f" <= i + {self.right}" if self.right else " <= i"
+        left, right = ("" if n is None else _after(n) for n in (None if self.left is None else -self.left, self.right))
+        left, right = f"{left} <= " if left else "", f" <= {right}" if right else ""
         terms = [f"{left}j{right}"] if left or right else []
         terms += [f"i // {block} == j // {block}" for block in self.blocks]
         terms += [] if self.first is None else [f"j < {self.first}"]
@@ -48,7 +48,7 @@ class Reach(NamedTuple):
         """No interval of a row is longer; None where they are unbounded."""
         ends = [*self.blocks]
         if self.left is not None and self.right is not None:
-            ends.append(self.left + self.right + 1)
+            ends.append(max(0, self.left + self.right + 1))
         return min(ends, default=None)
 
     def both(self, other: Reach) -> Reach:
@@ -132,6 +132,10 @@ def _rule(reaches: Iterable[Reach]) -> Rule | None:
         if not any(reach.within(other) for other in found):
             found = [other for other in found if not other.within(reach)] + [reach]
     return Rule(tuple(found)) if len(found) <= MOST_REACHES else None
+
+
+def _after(n: int) -> str:
+    return f"i + {n}" if n > 0 else f"i - {-n}" if n else "i"
 
 
 def _moved(i: Any, by: int, K: int) -> Any:

@@ -23,10 +23,12 @@ class SlidingWindow(Pattern):
     `SlidingWindow.of_size(W)` counts as transformers and vLLM do: the W keys that end at the query, itself included.
 
     Args:
-        left: keys before the query; None is unbounded.
-        right: keys after the query; None is unbounded, 0 is causal.
+        left: keys before the query; None is unbounded. A negative one leaves out keys after it too: -1 begins with the
+            key behind the query.
+        right: keys after the query; None is unbounded, 0 is causal, and a negative one leaves out keys before the query
+            and its own: `SlidingWindow(None, -1)` is strictly causal.
         sinks: the first `sinks` keys of the sequence, not of each packed document, are always visible (attention
-            sinks, arXiv:2309.17453): when `right == 0` to queries at and behind them, j <= i, and for any other
+            sinks, arXiv:2309.17453): when `right <= 0` to queries at and behind them, j <= i, and for any other
             `right` to every query, those before them too.
 
     Examples:
@@ -44,8 +46,8 @@ class SlidingWindow(Pattern):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "left", optional_integer("left", self.left, minimum=0))
-        object.__setattr__(self, "right", optional_integer("right", self.right, minimum=0))
+        object.__setattr__(self, "left", optional_integer("left", self.left, minimum=1 - 2**31))
+        object.__setattr__(self, "right", optional_integer("right", self.right, minimum=1 - 2**31))
         object.__setattr__(self, "sinks", integer("sinks", self.sinks, minimum=0))
 
     @classmethod
@@ -69,7 +71,11 @@ class SlidingWindow(Pattern):
 
     def device_rule(self) -> Rule:
         near = Reach(self.left, self.right)
-        return rule(near, Reach(right=0 if self.right == 0 else None, first=self.sinks)) if self.sinks else rule(near)
+        return rule(near, Reach(right=0 if self._causal else None, first=self.sinks)) if self.sinks else rule(near)
+
+    @property
+    def _causal(self) -> bool:
+        return self.right is not None and self.right <= 0
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         kept = np.ones(np.broadcast_shapes(i.shape, j.shape), dtype=bool)
@@ -78,13 +84,13 @@ class SlidingWindow(Pattern):
         if self.right is not None:
             kept &= j <= i + self.right
         if self.sinks:
-            kept |= (j < self.sinks) & (j <= i) if self.right == 0 else j < self.sinks
+            kept |= (j < self.sinks) & (j <= i) if self._causal else j < self.sinks
         return kept
 
     def lower(self, sizes: Sizes) -> Pattern:
         if not self.sinks:
             return self
-        return SlidingWindow(self.left, self.right) | FirstKeys(self.sinks, causal=self.right == 0)
+        return SlidingWindow(self.left, self.right) | FirstKeys(self.sinks, causal=self._causal)
 
     def _intervals(self, sizes: Sizes) -> Intervals | None:
         if self.sinks:
@@ -92,7 +98,7 @@ class SlidingWindow(Pattern):
         i = np.arange(sizes.Q) + sizes.q_offset
         lo = np.zeros(sizes.Q, dtype=np.int64) if self.left is None else np.clip(i - self.left, 0, sizes.K)
         hi = np.full(sizes.Q, sizes.K) if self.right is None else np.clip(i + self.right + 1, 0, sizes.K)
-        return lo, hi
+        return np.minimum(lo, hi), hi
 
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         return super().tile_ids(grid, ti, tj) if self.sinks else grid.shift(ti, tj)

@@ -207,13 +207,13 @@ def attention(
         softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
         deterministic=deterministic, bshd=bshd,
     )  # fmt: skip
-    out, lse = _run(request, key)
+    out, lse = _run(request, None if request.expanded else key)
     return (out, lse) if return_lse else out
 
 
 def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a request, with as many dimensions as were given; what computes it is kept by the key."""
-    a, attended, dims, _ = request
+    a, attended, dims, *_ = request
     pattern, back = attended.alive, None
     if isinstance(pattern, ReorderedCSR):
         q, k, v = permuted(pattern, a.q, a.k, a.v, a.key_lengths, a.alibi_slopes)

@@ -116,7 +116,7 @@ def visible_keys(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Visi
         if last != 1 or min(batch, head, row) <= 0 or (batch | head | row) % STEP or x.data_ptr() % ALIGNMENT:
             return None
     K = k.shape[2]
-    if k.shape[:3] != v.shape[:3] or not K:
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or not K:
         return None
     if type(q_offset) not in (type(None), int) or abs(q_offset or 0) > most_offset(1, K):
         return None

@@ -327,7 +327,7 @@ def explain(
     again += ["autocast casts the inputs"] * bool(cast)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = read_q_offset(request)
-    a, attended, dims, _ = request
+    a, attended, dims, *_ = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem

@@ -178,6 +178,7 @@ class Request(NamedTuple):
     attended: ResolvedPattern
     dims: int = 4  # of the q, k and v that were given
     keys: int | None = None  # for how many it is planned, where k and v may have fewer: see `torch.decoding`
+    expanded: bool = False  # k or v were given of a batch of 1
 
     @property
     def key(self) -> Key:
@@ -241,7 +242,9 @@ def request_of(
     key_starts = lengths(key_starts, q, "key_starts")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation, key_starts)
     deterministic, dims = is_deterministic(deterministic), q.ndim
+    of_keys = k.shape[0], v.shape[0]
     q, k, v = four_dimensional(q, k, v, bshd)
+    expanded = not torch.compiler.is_compiling() and dims == 4 and of_keys != (k.shape[0], v.shape[0])
     host, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(
@@ -251,13 +254,13 @@ def request_of(
     if asks_for_structure(pattern, q_offset, key_starts):
         if is_handle(pattern) and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
-        given = pattern.tensors if isinstance(pattern, Structure) else ()
-        eager = not torch.compiler.is_compiling() and plain(q, k, v, key_starts, key_lengths, offset_tensor, *given)
+        read = pattern.tensors if isinstance(pattern, Structure) else ()
+        eager = not torch.compiler.is_compiling() and plain(q, k, v, key_starts, key_lengths, offset_tensor, *read)
         a, layout, source = structured(a, pattern, key_starts, eager)
-        return Request(a, resolve_pattern(layout, q)._replace(made_from=source), dims)
+        return Request(a, resolve_pattern(layout, q)._replace(made_from=source), dims, expanded=expanded)
     if isinstance(pattern, (BlockLayout, GatherLayout)):
         a = _at_offset_of(pattern, a)
-    return Request(a, resolve_pattern(pattern, q), dims)
+    return Request(a, resolve_pattern(pattern, q), dims, expanded=expanded)
 
 
 def _recorded() -> bool:

@@ -210,7 +210,7 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         yield x.layout == torch.strided, name, x.layout, "be a strided tensor"
         yield x.dtype == q.dtype, name, x, f"be a tensor of q's dtype, {dtype_of(q)}"
         yield x.device == q.device, name, x, f"be a tensor on q's device, {q.device}"
-        yield x.shape[0] == q.shape[0], name, x, f"have B={q.shape[0]} batch elements, as q has"
+        yield x.shape[0] == q.shape[0], name, x, f"have B={q.shape[0]} batch elements, as q has, or 1"
     yield q.shape[3] > 0, "q", q, "have a head size D of at least 1"
     yield k.shape[3] == q.shape[3], "k", k, f"have the head size of q, D={q.shape[3]}"
     yield v.shape[1:3] == k.shape[1:3], "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
@@ -317,7 +317,10 @@ def _other_layout(a: Arguments) -> str:
 
 
 def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
+    """q, k, v as (B, heads, positions, features), from two, three or four dimensions; k, v of a batch of 1 as of B.
+
+    The gradient of such a k or v is the sum over the batch, which torch adds in float32, in one order.
+    """
     if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
         forms = "(N, D), (N, H, D) or (B, N, H, D)" if bshd else "(N, D), (H, N, D) or (B, H, N, D)"
         raise ValueError(
@@ -327,10 +330,23 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tup
     if bshd and q.ndim > 2:
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if q.ndim == 4:
-        return q, k, v
+        return q, *(_of_batch(x, q.shape[0]) for x in (k, v))
     if q.ndim == 3:
         return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return q[None, None], k[None, None], v[None, None]
+
+
+def _of_batch(x: Tensor, B: int) -> Tensor:
+    return x.expand(B, -1, -1, -1) if known(x.shape[0] == 1) and not known(B == 1) else x
+
+
+def known(condition: Any) -> bool:
+    """Whether a condition on sizes holds; in a traced program, whether it surely does, without asking for more."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 def unbatched(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tensor, Tensor]:
