@@ -330,7 +330,7 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tup
     if bshd and q.ndim > 2:
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if q.ndim == 4:
-        return q, *(_of_batch(x, q.shape[0]) for x in (k, v))
+        return q, _of_batch(k, q.shape[0]), _of_batch(v, q.shape[0])
     if q.ndim == 3:
         return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return q[None, None], k[None, None], v[None, None]
