@@ -94,26 +94,6 @@ def test_keep_broadcasts_and_knows_no_keys_outside():
         gs.Causal().keep(np.array([0.5]), np.array([1]), 4, 4)
 
 
-def test_documents_of_more_positions_than_keys():
-    """A cache that grows: the ids of all positions, of which the keys are the first ones."""
-    rng = np.random.default_rng(0)
-    for case in range(60):
-        n = int(rng.integers(1, 90))
-        ids = np.sort(rng.integers(0, 6, n)) if case % 2 else rng.integers(0, 3, n)
-        K, Q = int(rng.integers(1, n + 1)), int(rng.integers(1, 40))
-        q_offset = None if case % 3 == 0 else int(rng.integers(-3, n + 3))
-        i = np.arange(Q) + (K - Q if q_offset is None else q_offset)
-        inside = (i >= 0) & (i < n)
-        expected = (ids[np.clip(i, 0, n - 1)][:, None] == ids[None, :K]) & inside[:, None]
-        pattern = gs.Document(ids)
-        assert (pattern.materialize(Q, K, q_offset) == expected).all()
-        assert pattern.density(Q, K, q_offset) == pytest.approx(expected.mean(), abs=1e-12)
-        layout = pattern.layout(Q, K, block_q=32, block_kv=32, q_offset=q_offset)
-        assert (layout.expand() == expected).all()
-        both = (pattern & gs.Causal()).layout(Q, K, block_q=32, block_kv=32, q_offset=q_offset)
-        assert (both.expand() == expected & (np.arange(K) <= i[:, None])).all()
-
-
 def test_negative_positions_never_wrap():
     # Q > K: the first rows have negative positions, and none of the indexed patterns may read from the end.
     ids = np.array([0, 0, 1, 1])

@@ -94,7 +94,12 @@ def test_compiled_once_for_all_sizes(name: str, gradients: bool) -> None:
             return gs.attention(q, k, v, gs.Causal(), q_offset=torch.arange(2) * 9, key_lengths=torch.tensor([40, N]))
         if name == "varlen":
             flat = [x[0].transpose(0, 1) for x in (q, k, v)]
-            return gs.varlen(*flat, torch.arange(5) * 15, torch.arange(5) * 30, pattern=gs.SlidingWindow(20))
+            return gs.varlen(
+                *flat,
+                (torch.arange(5) * 20).clamp(max=q.shape[2]),
+                (torch.arange(5) * 30).clamp(max=N),
+                pattern=gs.SlidingWindow(20),
+            )
         made = {"documents": documents & gs.Causal(), "blocks": chosen, "blocks and documents": documents & chosen}
         return gs.attention(q, k, v, made[name])
 

@@ -45,7 +45,7 @@ CALLS = {
     "integers": ((q.int(), kv.int(), kv.int()), {}, "q must be a tensor of float16.*got shape .*int32"),
     "dtypes differ": ((q, kv.double(), kv), {}, "k must be a tensor of q's dtype, float32; got .*float64"),
     "devices differ": ((q, kv, kv.to("meta")), {}, "v must be a tensor on q's device, cpu; got .*meta"),
-    "batches differ": ((q, kv[:1], kv), {}, "k must have B=2 batch elements, as q has; got"),
+    "batches differ": ((q, kv[[0, 1, 1]], kv), {}, "k must have B=2 batch elements, as q has, or 1; got"),
     "sizes differ": ((q, kv[..., :8], kv), {}, "k must have the head size of q, D=16; got shape"),
     "k and v differ": ((q, kv, kv[:, :, :7]), {}, "v must have the heads and positions of k"),
     "heads do not divide": ((q, bad(2, 3, 8, 16), bad(2, 3, 8, 16)), {}, "k must have a number of heads G that"),

@@ -15,14 +15,13 @@ from gossamer.patterns.validate import array, digest
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Document(Pattern):
-    """Pairs whose positions carry the same document id: ids[i] == ids[j]. Positions without an id see nothing.
+    """Pairs whose positions carry the same document id: ids[i] == ids[j]. Positions outside [0, K) see nothing.
 
     `Document(ids) & Causal()` is packed causal attention. Ids that form one run each (packed documents) make
     interval tiles; an id that returns later is legal and makes bits tiles.
 
     Args:
-        ids: integer (K,), or (B, K) for documents that differ by batch element. Or of more positions than there are
-            keys yet, in a cache that grows: query row r is at position r + q_offset of them.
+        ids: integer (K,), or (B, K) for documents that differ by batch element.
 
     Examples:
         >>> (gs.Document([0, 0, 1, 1, 1]) & gs.Causal()).materialize(5, 5).astype(int)
@@ -76,12 +75,12 @@ class Document(Pattern):
         return self if self.ids.ndim == 1 else Document(self.ids[b])
 
     def _check(self, Q: int, K: int) -> None:
-        if self.ids.shape[-1] < K:
-            raise ValueError(f"ids of Document must have K={K} positions or more, got {self.ids.shape[-1]}")
+        if self.ids.shape[-1] != K:
+            raise ValueError(f"ids of Document must have K={K} positions, got {self.ids.shape[-1]}")
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         last = len(self.ids) - 1
-        exists = (i >= 0) & (i <= last) & (j >= 0) & (j < sizes.K)
+        exists = (i >= 0) & (i <= last) & (j >= 0) & (j <= last)
         return (self.ids[np.clip(i, 0, last)] == self.ids[np.clip(j, 0, last)]) & exists
 
     def _intervals(self, sizes: Sizes) -> Intervals | None:
@@ -89,12 +88,10 @@ class Document(Pattern):
         if len(np.unique(self.ids)) != len(starts) - 1:
             return None
         run = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-        i, positions = np.arange(sizes.Q) + sizes.q_offset, len(self.ids)
-        at = run[np.clip(i, 0, positions - 1)]
-        lo, hi = (
-            np.where(i < 0, 0, np.where(i < positions, np.minimum(edge, sizes.K), sizes.K))
-            for edge in (starts[at], starts[at + 1])
-        )
+        i = np.arange(sizes.Q) + sizes.q_offset
+        at = run[np.clip(i, 0, sizes.K - 1)]
+        lo = np.where(i < 0, 0, np.where(i < sizes.K, starts[at], sizes.K))
+        hi = np.where(i < 0, 0, np.where(i < sizes.K, starts[at + 1], sizes.K))
         return lo, hi
 
     def tile_bound(self, grid: Grid) -> int:
@@ -127,7 +124,7 @@ class _DocumentTiles(NamedTuple):
     tj: np.ndarray
     q_min: np.ndarray
     q_max: np.ndarray
-    q_inside: np.ndarray  # all rows of the tile have a position that has an id
+    q_inside: np.ndarray  # all rows of the tile have a position in [0, K)
     k_min: np.ndarray
     k_max: np.ndarray
 
@@ -136,12 +133,12 @@ class _DocumentTiles(NamedTuple):
 def _remembered_tiles(pattern: Document, grid: Grid) -> _DocumentTiles:
     _, ids = np.unique(pattern.ids, return_inverse=True)
     i = np.arange(grid.Q) + grid.q_offset
-    inside = (i >= 0) & (i < len(ids))
+    inside = (i >= 0) & (i < grid.K)
     edges_q = np.arange(grid.nq) * grid.block_q
     edges_k = np.arange(grid.nk) * grid.block_kv
-    at, ids = ids[np.clip(i, 0, len(ids) - 1)], ids[: grid.K]
+    at = ids[np.clip(i, 0, grid.K - 1)]
     # Each (tile, id) once, then a join of the two sides on the id.
-    n = int(max(ids.max(), at.max())) + 1
+    n = int(ids.max()) + 1
     q_tile, q_id = np.divmod(np.unique((np.arange(grid.Q) // grid.block_q * n + at)[inside]), n)
     k_id, k_tile = np.divmod(np.unique(ids * grid.nk + np.arange(grid.K) // grid.block_kv), grid.nk)
     which, found = ranges(np.searchsorted(k_id, q_id), np.searchsorted(k_id, q_id, side="right"))

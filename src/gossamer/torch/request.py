@@ -48,6 +48,7 @@ from gossamer.torch.validate import (
     instead,
     is_handle,
     number,
+    of_batch,
     offset,
     whole,
 )
@@ -242,9 +243,9 @@ def request_of(
     key_starts = lengths(key_starts, q, "key_starts")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation, key_starts)
     deterministic, dims = is_deterministic(deterministic), q.ndim
-    of_keys = k.shape[0], v.shape[0]
-    q, k, v = four_dimensional(q, k, v, bshd)
-    expanded = not torch.compiler.is_compiling() and dims == 4 and of_keys != (k.shape[0], v.shape[0])
+    q, of_keys, of_values = four_dimensional(q, k, v, bshd)
+    k, v = of_batch(of_keys, q.shape[0]), of_batch(of_values, q.shape[0])
+    expanded = k is not of_keys or v is not of_values
     host, offset_tensor = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(

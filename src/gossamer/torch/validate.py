@@ -317,10 +317,7 @@ def _other_layout(a: Arguments) -> str:
 
 
 def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as (B, heads, positions, features), from two, three or four dimensions; k, v of a batch of 1 as of B.
-
-    The gradient of such a k or v is the sum over the batch, which torch adds in float32, in one order.
-    """
+    """q, k and v as (B, heads, positions, features), from two, three or four dimensions."""
     if not (q.ndim == k.ndim == v.ndim and 2 <= q.ndim <= 4):
         forms = "(N, D), (N, H, D) or (B, N, H, D)" if bshd else "(N, D), (H, N, D) or (B, H, N, D)"
         raise ValueError(
@@ -330,13 +327,14 @@ def four_dimensional(q: Tensor, k: Tensor, v: Tensor, bshd: bool = False) -> tup
     if bshd and q.ndim > 2:
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if q.ndim == 4:
-        return q, _of_batch(k, q.shape[0]), _of_batch(v, q.shape[0])
+        return q, k, v
     if q.ndim == 3:
         return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     return q[None, None], k[None, None], v[None, None]
 
 
-def _of_batch(x: Tensor, B: int) -> Tensor:
+def of_batch(x: Tensor, B: int) -> Tensor:
+    """k or v (B or 1, G, K, size) for B batch elements; its gradient is their sum, added in float32 in one order."""
     return x.expand(B, -1, -1, -1) if known(x.shape[0] == 1) and not known(B == 1) else x
 
 

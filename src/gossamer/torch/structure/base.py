@@ -286,8 +286,9 @@ def check_ascending(name: str, edges: Tensor, most: int, end: str) -> None:
     for one, other in pairwise(numbers):
         if other < one:
             raise ValueError(f"{name} must not decrease: sequences would overlap; got {other} behind {one}")
-    if numbers[0] < 0 or numbers[-1] > most:
-        raise ValueError(f"{name} must be in [0, {end}] = [0, {most}]; got {numbers[0]} to {numbers[-1]}")
+    least, greatest = min(numbers), max(numbers)
+    if least < 0 or greatest > most:
+        raise ValueError(f"{name} must be in [0, {end}] = [0, {most}]; got {least} to {greatest}")
 
 
 def sorted_edges(edges: Tensor, most: int) -> Tensor:
