@@ -41,7 +41,7 @@ FEATURES: dict[str, tuple[tuple[torch.dtype, int, int] | None, ...]] = {  # (typ
 TYPES = (torch.float32,) * 4 + (torch.float64,) * 2 + (torch.float16, torch.bfloat16)
 UNITS = 12  # the largest power of two of a unit of length
 MISTAKES: dict[str, tuple[type[Exception], str]] = {
-    "a capacity of 0": (ValueError, "capacity"),
+    "a capacity of -1": (ValueError, "capacity"),
     "a capacity of 2.5": (ValueError, "capacity"),
     "an unknown kernel": (ValueError, "kernel must be one of"),
     "a bandwidth for products": (ValueError, "bandwidth"),
@@ -159,7 +159,7 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         reach = float(made.radius)
         found = soak_pairs.pairs(exact, made.sizes, reach, p, p.tiny * reach**2)
     most = int(found.keep.sum(1).max()) if N else 1
-    capacity: Any = {"none": None, "given": most + int(rng.integers(0, 20)), "small": max(1, most // 2)}[c.capacity]
+    capacity: Any = {"none": None, "given": most + int(rng.integers(0, 20)), "small": most // 2}[c.capacity]
     start = x.detach()[torch.as_tensor(rng.permutation(N), device=c.device)] if c.moved else x
     options: dict[str, Any] = {"kernel": c.form, "scale": None if c.form == "gaussian" else c.scale}
     options["bandwidth"] = None if c.form == "dot" else c.bandwidth * reach
@@ -234,8 +234,8 @@ def _mistaken(
     c: Call, q: Tensor | None, k: Tensor | None, v: Tensor, capacity: Any, options: dict[str, Any]
 ) -> tuple[Any, ...]:
     """The arguments of a call with its mistake."""
-    if c.mistake == "a capacity of 0":
-        capacity = 0
+    if c.mistake == "a capacity of -1":
+        capacity = -1
     elif c.mistake == "a capacity of 2.5":
         capacity = 2.5
     elif c.mistake == "an unknown kernel":
