@@ -24,6 +24,7 @@ from gossamer.kernels.hopper.choice import (
 from gossamer.kernels.hopper.device.configurations import (
     SHARED_MEMORY,
     BackwardConfig,
+    Clears,
     ForwardConfig,
     KeptConfig,
     QueryConfig,
@@ -144,7 +145,7 @@ def name_of(kernel: Shipped) -> str:
             *(("no dq",) if not getattr(c, "with_dq", 1) else ()),
             *(("edges",) if getattr(c, "edges", 0) else ()),
             *(("keeps",) if getattr(c, "keeps", 0) else ()),
-            *(("clears",) if getattr(c, "clears", 0) else ()),
+            *((Clears(c.clears).name.lower(),) if getattr(c, "clears", 0) else ()),
         )
     return "-".join(str(value) for value in (kernel.kind, *values))
 
@@ -217,16 +218,16 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
     yield "query_gradient", query_config("bfloat16", 128, 128, 64, 64, "fold", True)
     yield "query_gradient", query_config("bfloat16", 256, 256, 128, 128, "softcap", True)
     # Rows that keep nothing, and keys that nothing attends.
-    for D, tile in ((64, (192, 128)), (96, (128, 128)), (128, (128, 128)), (128, (64, 64)), (256, (128, 128))):
+    tiles = (64, (192, 128)), (96, (128, 128)), (128, (128, 128)), (128, (64, 64)), (256, (128, 128))
+    for (D, tile), clears in itertools.product(tiles, (Clears.INTERVALS, Clears.KEYS)):
         given = "bfloat16", D, D, *tile, "fold"
-        yield "forward", forward_config(*given, clears=True)
-        yield "forward", forward_config(*given, True)
-        yield "query_gradient", query_config(*given, clears=True)
+        has_lengths = clears == Clears.KEYS and D != 96
+        yield "forward", forward_config(*given, has_lengths, clears)
+        yield "query_gradient", query_config(*given, has_lengths, clears)
         if D > WIDE:
-            yield "wide", wide_config(*given, clears=True)
+            yield "wide", wide_config(*given, has_lengths, clears)
         else:
-            for with_dq, narrow in ((True, False), (True, True), (False, False))[2 * (tile == (64, 64)) :]:
-                yield "backward", backward_config(*given, with_dq, narrow=narrow, clears=True)
+            yield "backward", backward_config(*given, tile != (64, 64), has_lengths, D == 128, clears)
     for direction, size in itertools.product(("forward", "query", "columns"), (64, 128)):
         yield "gather", gather_config(direction, "bfloat16", size, size, "fold")
         yield "gather", gather_config(direction, "float16", size, size, "softcap", True)

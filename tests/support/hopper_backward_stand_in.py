@@ -18,7 +18,7 @@ def tile_mask(a: dict[str, Any], kind: int, at: int, lead: int, tile: int, rows:
     if kind == 0:
         return torch.ones(rows, columns, dtype=torch.bool)
     if kind == 2:
-        words = a["pool"].view(-1, rows, columns // 32)[a["lists"][1, at]]
+        words = a["pool"][: len(a["pool"]) // rows * rows].view(-1, rows, columns // 32)[a["lists"][1, at]]
         return (words[..., None] >> torch.arange(32) & 1).bool().flatten(1)
     positions = (tile * rows + torch.arange(rows)).clamp(max=a["lo"].shape[1] - 1)
     column = a["lists"][0, at] * columns + torch.arange(columns)

@@ -10,6 +10,7 @@ from typing import Any
 
 from gossamer.kernels.hopper.device.configurations import (
     BackwardConfig,
+    Clears,
     ForwardConfig,
     KeptConfig,
     QueryConfig,
@@ -51,10 +52,22 @@ def _tuned() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(TUNED.read_text())
 
 
+def least(clears: int, lengths: bool) -> int:
+    """What is cleared with lengths, past which queries may keep nothing."""
+    return max(clears, Clears.QUERIES if lengths else Clears.NOTHING)
+
+
 @cache
 def forward_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False, clears: bool = False
-) -> ForwardConfig:
+    dtype: str,
+    D: int,
+    E: int,
+    block_q: int,
+    block_kv: int,
+    score: str,
+    lengths: bool = False,
+    clears: int = Clears.NOTHING,
+) -> ForwardConfig:  # fmt: skip
     """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     blocks = 1
@@ -71,7 +84,7 @@ def forward_config(
     hold = (0 if score == "softcap" else 3) if block_q == 192 else 2 if E <= 128 else 1
     found = ForwardConfig(
         dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score,
-        clears=clears or lengths,
+        clears=least(clears, lengths),
     )  # fmt: skip
     return replace(found, **tuned("forward", D, E, block_q, block_kv))
 
@@ -79,7 +92,7 @@ def forward_config(
 @cache
 def backward_config(
     dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False,
-    narrow: bool = False, clears: bool = False,
+    narrow: bool = False, clears: int = Clears.NOTHING,
 ) -> BackwardConfig:  # fmt: skip
     """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles.
 
@@ -93,26 +106,42 @@ def backward_config(
     edges = narrow and (size, block_kv, score) == (128, 128, "fold")
     found = BackwardConfig(
         dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step, edges=edges,
-        clears=clears or lengths,
+        clears=least(clears, lengths),
     )  # fmt: skip
     return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
 @cache
 def wide_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False, clears: bool = False
-) -> WideConfig:
+    dtype: str,
+    D: int,
+    E: int,
+    block_q: int,
+    block_kv: int,
+    score: str,
+    lengths: bool = False,
+    clears: int = Clears.NOTHING,
+) -> WideConfig:  # fmt: skip
     """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     stages = 2 if D > 192 else 3
-    found = WideConfig(dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths, clears=clears or lengths)
+    found = WideConfig(
+        dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths, clears=least(clears, lengths)
+    )
     return replace(found, **tuned("wide", D, E, block_q, block_kv))
 
 
 @cache
 def query_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, lengths: bool = False, clears: bool = False
-) -> QueryConfig:
+    dtype: str,
+    D: int,
+    E: int,
+    block_q: int,
+    block_kv: int,
+    score: str,
+    lengths: bool = False,
+    clears: int = Clears.NOTHING,
+) -> QueryConfig:  # fmt: skip
     """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
     D, E = padded(max(D, E)), padded(E)
     step, k_stages, v_stages = {
@@ -120,7 +149,9 @@ def query_config(
     }[D]  # fmt: skip
     # Three warpgroups have 160 registers a thread each: room for a quarter of the scores of a 128-key tile.
     step = min(step, block_kv, 64 if block_q == 192 else 128)
-    found = QueryConfig(dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths, clears or lengths)
+    found = QueryConfig(
+        dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths, max(clears, int(lengths))
+    )
     return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
 
 

@@ -17,6 +17,7 @@ from gossamer.kernels.hopper.choice import (
     query_config,
     wide_config,
 )
+from gossamer.kernels.hopper.device.configurations import Clears
 from gossamer.kernels.hopper.device.gated.configurations import SIZES as GATED
 from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
 
@@ -85,8 +86,8 @@ def shipped() -> tuple[Shipped, ...]:
     add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
     for width, block_q in ((64, 192), (128, 128)):  # packed sequences, which may be padded
         packed = ("bfloat16", width, width, block_q, 128, "fold")
-        add("forward", forward_config(*packed, clears=True), dtype="bfloat16", size=(width, width))
-        add("backward", backward_config(*packed, True, clears=True), dtype="bfloat16", size=(width, width))
+        add("forward", forward_config(*packed, clears=Clears.INTERVALS), dtype="bfloat16", size=(width, width))
+        add("backward", backward_config(*packed, True, clears=Clears.INTERVALS), dtype="bfloat16", size=(width, width))
     for size, dtype in itertools.product(((64, 64), (96, 96), (128, 128)), DTYPES):
         width, _ = size
         config = GatedConfig(dtype, min(gated for gated in GATED if gated >= width), True)

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from gossamer.kernels.hopper.device.common import FAR, Opaque, within_keys
+from gossamer.kernels.hopper.device.configurations import Clears
 
 WARP = 32
 VECTOR = 8  # numbers of 16 bits in 16 bytes
@@ -79,15 +80,32 @@ def outside(first, end, rows: cutlass.Constexpr):
     return found
 
 
+@cute.jit
+def unset(pool, lead, first, keys, tile: cutlass.Constexpr, rows: cutlass.Constexpr):
+    """Of so many keys from `first` on a bit for each of this lane's that nothing attends, of tiles of `tile` keys.
+
+    The pool ends with a row of words for each tile of keys of each lead, the first tile's last.
+    """
+    place = cute.size(pool, mode=[0]) - 1 - (lead * cute.ceil_div(keys, tile) + first // tile)
+    found = Int32(0)
+    for i in cutlass.range_constexpr(rows // WARP):
+        word = pool[place, first % tile // WARP + i]
+        if ((word >> cute.arch.lane_idx()) & 1) == 0:
+            found = found | (1 << i)
+    return found
+
+
 class KeptKeys(Opaque):
-    """The keys of an item of rows that are attended at all: those below the length of its batch element, or else those
-    of its intervals. These ascend: keys before the first row's, and behind the last row's, nothing attends.
+    """The keys of an item of rows that are attended at all: those below the length of its batch element, and those of
+    its intervals, or which the pool tells. Intervals ascend: keys before the first row's, and behind the last row's,
+    nothing attends.
     """
 
     def __init__(self, arguments: Any, config: Any, keys: Any, rows: Any = None) -> None:
         """`keys`, `rows`: how many a head has."""
         self.arguments, self.config, self.keys, self.rows = arguments, config, keys, rows
-        self.bounds = cute.make_rmem_tensor((2,), Int32)  # the first key, the one behind the last
+        self.has_intervals = config.clears == Clears.INTERVALS and not config.lengths
+        self.bounds = cute.make_rmem_tensor((2,), Int32)  # the first key, or the lead; the one behind the last
         self.bounds[0], self.bounds[1] = Int32(0), Int32(FAR)
 
     @cute.jit
@@ -97,7 +115,9 @@ class KeptKeys(Opaque):
         if const_expr(self.config.lengths):
             length = within_keys(a.lengths[batch])
             self.bounds[1] = length if length < self.keys else Int32(FAR)
-        elif const_expr(self.config.clears):
+        if const_expr(self.config.clears == Clears.KEYS):
+            self.bounds[0] = lead
+        if const_expr(self.has_intervals):
             self.bounds[0], self.bounds[1] = Int32(0), Int32(FAR)
             if intervals > 0:
                 end = a.hi[lead, self.rows - 1]
@@ -107,13 +127,22 @@ class KeptKeys(Opaque):
     def missing(self, first, by_interval, rows: cutlass.Constexpr):
         """Of so many keys from `first` on a bit for each of this lane's that nothing attends, as `Landing.clear` has.
 
-        by_interval: whether they are of a tile of intervals. None where the configuration clears nothing.
+        by_interval: whether they are of a tile of intervals. None where the configuration clears no keys.
         """
         found = None
-        if const_expr(self.config.lengths):
-            found = outside(Int32(0), self.bounds[1] - first, rows)
-        elif const_expr(self.config.clears):
+        if const_expr(looks_for_keys(self.config)):
             found = Int32(0)
-            if by_interval:
-                found = outside(self.bounds[0] - first, self.bounds[1] - first, rows)
+            if const_expr(self.config.lengths):
+                found = outside(Int32(0), self.bounds[1] - first, rows)
+            if const_expr(self.config.clears == Clears.KEYS):
+                tile = const_expr(self.config.block_kv)
+                found = found | unset(self.arguments.pool, self.bounds[0], first, self.keys, tile, rows)
+            if const_expr(self.has_intervals):  # noqa: SIM102
+                if by_interval:
+                    found = outside(self.bounds[0] - first, self.bounds[1] - first, rows)
         return found
+
+
+def looks_for_keys(config: Any) -> bool:
+    """Whether a kernel of rows clears any keys."""
+    return config.lengths or config.clears >= Clears.INTERVALS

@@ -34,6 +34,18 @@ class Hold(IntEnum):
     UNCHECKED_FULL = 3  # as FIRST_ROW, but full tiles are done without a comparison, in the registers of their scores
 
 
+class Clears(IntEnum):
+    """What a kernel makes zero when it is loaded, beside keys past a length: nothing may come of what it holds.
+
+    Each but the first has queries that keep nothing, in the backward.
+    """
+
+    NOTHING = 0
+    QUERIES = 1
+    INTERVALS = 2  # and keys, as far as intervals tell
+    KEYS = 3  # and keys, which the last rows of the pool tell
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """One compiled forward kernel.
@@ -55,7 +67,7 @@ class ForwardConfig:
     hold: int = Hold.FIRST_ROW
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     score: str = "fold"  # or "scale" (a factor that is not positive), "softcap"
-    clears: bool = False  # values of keys that nothing attends become zero when they are loaded
+    clears: int = Clears.NOTHING  # values of keys that nothing attends
 
     heads = 1  # whose rows share a tile
     held_q = False  # Q is read from shared memory
@@ -93,7 +105,7 @@ class QueryConfig:
     v_stages: int = 2
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
-    clears: bool = False  # keys that nothing attends become zero when they are loaded, and dQ of empty rows at last
+    clears: int = Clears.NOTHING  # keys that nothing attends; dQ of rows that keep nothing at last
 
     heads = 1  # whose rows share a tile
 
@@ -128,7 +140,7 @@ class KeptConfig:
     stages: int = 4  # of 64 keys and their dS
     lengths: bool = False  # keys at and after a length for each batch element are not attended
 
-    clears = False  # keys that nothing attends, beside those past a length
+    clears = Clears.NOTHING
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128, 192) or self.block_kv not in (64, 128):
@@ -171,7 +183,7 @@ class BackwardConfig:
     step: int = 64
     edges: bool = False  # a warpgroup leaves out an item's first or last step of which its own keys keep nothing
     keeps: bool = False  # dS of each pair of tiles goes to memory, for dQ
-    clears: bool = False  # queries that keep nothing, and keys that nothing attends, become zero when they are loaded
+    clears: int = Clears.NOTHING
 
     def __post_init__(self) -> None:
         wide = self.block_q in (64, 128, 192) and self.block_kv == 128
@@ -226,7 +238,7 @@ class WideConfig:
     score: str = "fold"  # or "softcap"
     lengths: bool = False  # keys at and after a length for each batch element are not attended
     keeps: bool = False  # dS goes to memory, for dQ
-    clears: bool = False  # as in BackwardConfig
+    clears: int = Clears.NOTHING
 
     block_kv = 64  # keys of an item
     blocks = 1

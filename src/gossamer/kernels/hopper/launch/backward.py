@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import WIDE, backward_config, query_config, wide_config
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import BackwardConfig, Clears, QueryConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import (
     Schedule,
     factors,
@@ -28,7 +28,7 @@ from gossamer.kernels.hopper.launch.arguments import (
 )  # fmt: skip
 from gossamer.kernels.hopper.launch.kept import gradients as keeping
 from gossamer.kernels.hopper.launch.kept import kept, summed
-from gossamer.kernels.hopper.schedule.attended import keeps_all, reaches_all
+from gossamer.kernels.hopper.schedule.attended import clears
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.kernels.hopper.schedule.rows import sharing, work
@@ -58,12 +58,12 @@ def backward(
     out, q, k, v, dout = (operand(b, name) for name in ("out", "q", "k", "v", "dout"))
     inputs = q, k, v, dout
     end = lengths(b, p.K)
-    clears = end is not None or not keeps_all(layout)
-    config = config or column_config(p, layout, scoring, end is not None, clears)
+    what = clears(layout, backward=True)
+    config = config or column_config(p, layout, scoring, end is not None, what)
     with_dq = getattr(config, "with_dq", False)
     terms, sums = row_terms(b, p, out, dout, config.D, config.E, with_dq)
-    # dQ from dS that is kept looks for no keys but those past a length that nothing attends.
-    how = kept(p, layout, most_kept) if query is None and reaches_all(layout) else None
+    # dQ from dS that is kept looks for no keys that nothing attends, but for those past a length.
+    how = kept(p, layout, most_kept) if query is None and what < Clears.INTERVALS else None
     if how is not None:
         keeping(b, p, layout, scoring, how, config, (*inputs, terms, sums), end, (dq, dk, dv), split)
         return done(b, terms)
@@ -79,17 +79,17 @@ def backward(
     if with_dq:
         b.step(kernel("postprocess", p.dtype, config.D), sums, dq, scoring.scale)
     else:
-        query_gradient(b, p, layout, scoring, (*inputs, terms), end, dq, query, split, clears)
+        query_gradient(b, p, layout, scoring, (*inputs, terms), end, dq, query, split, what)
     return done(b, terms)
 
 
 def query_gradient(
     b: Builder, p: Problem, layout: BlockLayout, scoring: Scoring, inputs: Sequence[str], end: str | None, dq: str,
-    config: QueryConfig | None = None, split: int | None = None, clears: bool = False,
+    config: QueryConfig | None = None, split: int | None = None, what: int = Clears.NOTHING,
 ) -> None:  # fmt: skip
     """Write dq by a walk over the rows of the layout. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
     walk, tile = layout.rows, (layout.rows.block_rows, layout.rows.block_columns)
-    config = config or query_config(p.dtype, p.D, p.E, *tile, score_of(scoring, True), end is not None, clears)
+    config = config or query_config(p.dtype, p.D, p.E, *tile, score_of(scoring, True), end is not None, what)
     most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     s = schedule(b, "rows", made, most, config.block_q, **lists(layout, blocks=0 if end else most)._asdict())
@@ -97,14 +97,14 @@ def query_gradient(
 
 
 def column_config(
-    p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths: bool, clears: bool
+    p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths: bool, what: int
 ) -> BackwardConfig | WideConfig:
-    """The configuration of the walk over columns; `clears`: what is not attended."""
+    """The configuration of the walk over columns; `what` it clears."""
     sizes = p.dtype, p.D, p.E, layout.columns.block_columns, layout.columns.block_rows
     score = score_of(scoring, True)
     if max(p.D, p.E) > WIDE:
-        return wide_config(*sizes, score, has_lengths, clears)
-    return backward_config(*sizes, score, summed(p, layout), has_lengths, narrow(layout), clears)
+        return wide_config(*sizes, score, has_lengths, what)
+    return backward_config(*sizes, score, summed(p, layout), has_lengths, narrow(layout), what)
 
 
 def narrow(layout: BlockLayout) -> bool:

@@ -22,7 +22,7 @@ from gossamer.kernels.hopper.launch.arguments import (
     unread,
     whole,
 )  # fmt: skip
-from gossamer.kernels.hopper.schedule.attended import reaches_all
+from gossamer.kernels.hopper.schedule.attended import clears
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared
@@ -56,7 +56,7 @@ def forward(
         p = replace(p, H=p.G, Q=p.Q * heads)
     walk, score, end = layout.rows, score_of(scoring), lengths(b, p.K)
     tile = walk.block_rows, walk.block_columns
-    config = config or forward_config(p.dtype, p.D, p.E, *tile, score, end is not None, not reaches_all(layout))
+    config = config or forward_config(p.dtype, p.D, p.E, *tile, score, end is not None, clears(layout))
     most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     # Lengths are looked up in lists that ascend.

@@ -1,60 +1,103 @@
-"""Whether all that the tiles of a layout hold is attended: what is not is cleared by kernels that look for it."""
+"""What of the tiles of a layout is attended: what is not is cleared by kernels that look for it."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from gossamer.kernels.hopper.device.configurations import Clears
+from gossamer.kernels.hopper.schedule.arrays import Array, placed
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
+from gossamer.memo import Memos
 
-FEW = 64  # queries
 AT_ONCE = 2**24  # rows that are looked at together
+_known: Memos[bool] = Memos()  # of walks
+_words: Memos[Array] = Memos()
 
 
-def keeps_all(layout: BlockLayout) -> bool:
-    """Whether every query of the tiles that are listed keeps a key, and every key of theirs a query.
+def clears(layout: BlockLayout, backward: bool = False) -> Clears:
+    """What kernels of a layout have to look for.
 
-    False where only a device knows.
+    backward: queries too, which matter to the gradients of keys alone.
     """
-    host = layout.host or layout
-    return host.rows.device is None and _rows_keep(host.rows) and _rows_keep(host.columns)
+    if (layout.host or layout).rows.device is not None:
+        return Clears.INTERVALS
+    if not keys_kept(layout):
+        return Clears.KEYS
+    return Clears.QUERIES if backward and not queries_kept(layout) else Clears.NOTHING
 
 
-def reaches_all(layout: BlockLayout) -> bool:
-    """Whether the intervals of a layout's rows, if there are any, begin with the first key and end with the last.
-
-    Those of a few queries end where these are, and what lies around them is keys like all others: no matter. False
-    where only a device knows.
-    """
+def keys_kept(layout: BlockLayout) -> bool:
+    """Whether every key of the tiles that are listed is attended, of a layout that the host knows."""
     walk = (layout.host or layout).rows
-    if walk.device is not None:
-        return False
-    if walk.rows <= FEW or not walk.interval.counts.any():
-        return True
-    return bool((walk.lo.min(-1) == 0).all() and (walk.hi.max(-1) == walk.columns).all())
+
+    def made() -> bool:
+        if walk.bits.counts.any():
+            return all_kept((layout.host or layout).columns)
+        if not walk.interval.counts.any():
+            return True
+        # Bounds ascend: no key lies before the first interval, between two, or behind the last.
+        lo, hi = walk.lo, walk.hi
+        ends = (lo.min(-1) == 0) & (hi.max(-1) == walk.columns)
+        return bool(ends.all() and (lo[..., 1:] <= hi[..., :-1]).all())
+
+    return _known.of(walk).get_or_make("keys", made)
 
 
-def _rows_keep(walk: Walk) -> bool:
+def queries_kept(layout: BlockLayout) -> bool:
+    """Whether every query of the tiles that are listed keeps a key, of a layout that the host knows."""
+    walk = (layout.host or layout).rows
+    return _known.of(walk).get_or_make("queries", lambda: all_kept(walk))
+
+
+def all_kept(walk: Walk) -> bool:
     """Whether every row of the tiles that a walk of numpy arrays lists keeps something."""
     full, interval, bits = (tiles.counts.reshape(-1) for tiles in walk.lists.values())
-    at = np.flatnonzero((full == 0) & (interval + bits > 0))  # rows of tiles that may have a row which keeps nothing
-    if not at.size:
-        return True
-    block, tiles = walk.block_rows, walk.tiles
-    exist = (np.arange(tiles * block) < walk.rows).reshape(tiles, block)
-    given = np.zeros((*walk.lead, tiles * block), bool)
-    if interval.any():
-        given[..., : walk.rows] = walk.lo < walk.hi
-    by_interval = given.reshape(-1, block)
-    by_entry = walk.pool.any(axis=-1)  # (P, block)
-    starts = walk.bits.starts.reshape(-1)
-    together = max(1, AT_ONCE // block)
+    at = np.flatnonzero((full == 0) & (interval + bits > 0))  # tiles of rows of which one may keep nothing
+    together = max(1, AT_ONCE // walk.block_rows)
+    exist = (np.arange(walk.tiles * walk.block_rows) < walk.rows).reshape(walk.tiles, -1)
     for first in range(0, at.size, together):
         some = at[first : first + together]
-        keeps = by_interval[some] & (interval[some] > 0)[:, None]
-        for n in range(int(bits[some].max(initial=0))):
-            listed = np.flatnonzero(bits[some] > n)
-            keeps[listed] |= by_entry[walk.pool_index[starts[some[listed]] + n]]
-        if (~keeps & exist[some % tiles]).any():
+        if (~kept(walk, some) & exist[some % walk.tiles]).any():
             return False
     return True
+
+
+def kept(walk: Walk, some: np.ndarray) -> np.ndarray:
+    """(n, block_rows) bool: the rows of some tiles of rows, counted over all leads, that keep anything."""
+    full, interval, bits = (tiles.counts.reshape(-1)[some] for tiles in walk.lists.values())
+    found = np.repeat(full[:, None] > 0, walk.block_rows, axis=1)
+    if interval.any():
+        given = np.zeros((*walk.lead, walk.tiles * walk.block_rows), bool)
+        given[..., : walk.rows] = walk.lo < walk.hi
+        found |= given.reshape(-1, walk.block_rows)[some] & (interval > 0)[:, None]
+    of_entry, starts = walk.pool.any(axis=-1), walk.bits.starts.reshape(-1)[some]
+    for n in range(int(bits.max(initial=0))):
+        listed = np.flatnonzero(bits > n)
+        found[listed] |= of_entry[walk.pool_index[starts[listed] + n]]
+    return found
+
+
+def with_attended(layout: BlockLayout, pool: Array, width: int) -> Array:
+    """A pool, and behind it a bit for each key that is attended, where a kernel looks for such.
+
+    A row for each tile of keys of each lead, in the reverse order: the last row is the first tile's.
+    """
+    host = layout.host or layout
+    if host.rows.device is not None or keys_kept(layout):
+        return pool
+
+    def made() -> Array:
+        walk = host.columns
+        every = kept(walk, np.arange(walk.full.counts.size))
+        past = np.arange(walk.tiles * walk.block_rows).reshape(walk.tiles, -1) >= walk.rows
+        every = every.reshape(-1, *past.shape) | past  # what is past the last key is zero in any case
+        packed = np.packbits(every.reshape(-1, walk.block_rows), axis=1, bitorder="little").view(np.int32)
+        return np.pad(packed, ((0, 0), (0, width - packed.shape[1])))[::-1].copy()
+
+    words = _words.of(host.rows).get_or_make(width, made)
+    if isinstance(pool, np.ndarray):
+        return np.concatenate([pool, words])
+    from torch import cat
+
+    return cat([pool, placed(words, pool.device)])

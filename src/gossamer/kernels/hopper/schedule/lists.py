@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.kernels.hopper.schedule.arrays import Array, copied, namespace, placed, zeros
+from gossamer.kernels.hopper.schedule.attended import with_attended
 from gossamer.kernels.hopper.schedule.words import entries
 from gossamer.kernels.launch import ALIGNMENT
 from gossamer.layouts.block import BlockLayout
@@ -42,19 +43,25 @@ def lists(layout: BlockLayout, transposed: bool = False, blocks: int = 0, repeat
     if found is not None:
         return found
     if repeat > 1:
-        found = _repeated(lists(layout, transposed, blocks), walk, repeat)
+        found = _repeated(_plain(layout, transposed, blocks), walk, repeat)
         if layout.host is not None and walk.device.type == "cuda":  # kept for every stream: others would not wait
             namespace(walk.lo).cuda.current_stream(walk.device).synchronize()
     else:
-        known = walk
-        if layout.host is not None:  # what is copied from there is complete for every stream
-            known = layout.host.columns if transposed else layout.host.rows
-        table = table_of(known)
-        if blocks:
-            table[:, : entries(known).number] = table[:, there_and_back(known, blocks)]
-        lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
-        found = Lists(placed(table, walk.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
+        found = _plain(layout, transposed, blocks)
+    found = found._replace(pool=with_attended(layout, found.pool, walk.block_columns // 32))
     return kept.put((blocks, repeat), found)
+
+
+def _plain(layout: BlockLayout, transposed: bool, blocks: int) -> Lists:
+    """The lists of a layout's rows or columns."""
+    walk = known = layout.columns if transposed else layout.rows
+    if layout.host is not None:  # what is copied from there is complete for every stream
+        known = layout.host.columns if transposed else layout.host.rows
+    table = table_of(known)
+    if blocks:
+        table[:, : entries(known).number] = table[:, there_and_back(known, blocks)]
+    lo, hi = _rows(walk.lo, walk.rows), _rows(walk.hi, walk.rows)
+    return Lists(placed(table, walk.device), lo, hi, _rows(walk.pool, walk.block_columns // 32))
 
 
 def table_of(walk: Walk) -> Array:

@@ -77,7 +77,7 @@ class ColumnKernel(Shell):
         c, (q_stages, do_stages) = self.config, self.stages
         tiles = {name: tile_memory(NUMBERS[c.dtype], layout) for name, layout in self.layouts().items()}
         return {
-            **barriers(q=q_stages, do=do_stages, ahead=self.ahead, k=1, v=1, landed=int(c.clears)),
+            **barriers(q=q_stages, do=do_stages, ahead=self.ahead, k=1, v=1, landed=int(c.clears > 0)),
             "item": array(Int32, ITEM), "ahead": array(Int32, ITEM * self.ahead),
             "steps": array(Int32, STEP * c.step // ROWS * q_stages), "lse": array(Float32, c.step * q_stages, 128),
             "delta": array(Float32, c.step * do_stages, 128), "exchanged": array(Int32, self.exchanged, 128), **tiles,
@@ -93,7 +93,7 @@ class ColumnKernel(Shell):
         landing = landing_of(memory, c.clears)
         return self.block_class(
             config=c, arguments=a, k=k, v=v, q=q, dout=dout, **held,
-            rings=((RingPair(k, v),), (q,), (dout,), *[(landing,)] * c.clears), landing=landing,
+            rings=((RingPair(k, v),), (q,), (dout,), *[(landing,)] * (landing is not None)), landing=landing,
             item=k.item[None, 0], keys=self.keys(a),
             steps=words(memory.steps, STEP, halves * q_stages), lse=words(memory.lse, ROWS, halves * q_stages),
             delta=words(memory.delta, ROWS, halves * do_stages), s_dk=held["s_k"], s_dv=held["s_v"],

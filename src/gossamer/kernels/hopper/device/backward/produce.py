@@ -12,9 +12,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STEP, Kind, Step, two_rows
-from gossamer.kernels.hopper.device.clearing import WARP, outside
+from gossamer.kernels.hopper.device.clearing import WARP, outside, unset
 from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
 from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Ring, within_keys
+from gossamer.kernels.hopper.device.configurations import Clears
 from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_loader
 from gossamer.kernels.hopper.device.work import WorkList
@@ -143,7 +144,7 @@ class Producer(Opaque):
     def __init__(self, block: TileColumnBlock, work: ColumnWork) -> None:
         self.config, self.block, self.work = block.config, block, work
         c, a = block.config, block.arguments
-        self.halves = c.step // ROWS
+        self.halves, self.down = c.step // ROWS, c.block_kv * (work.pieces or 1)  # keys of a tile of the layout
         self.load_q = RowLoader(block, block.q, a.q, block.s_q, c.D, 0, block.lse)
         self.load_do = RowLoader(block, block.dout, a.dout, block.s_dout, c.E, 1, block.delta)
         self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D, block.landing)
@@ -291,12 +292,13 @@ class Producer(Opaque):
         """
         c, a, lane = self.config, self.block.arguments, cute.arch.lane_idx()
         found = None
-        if const_expr(c.clears):
+        if const_expr(c.lengths or c.clears >= Clears.INTERVALS):
             first = cute.arch.shuffle_sync(word, ColumnItem.TILE) * c.block_kv
             segment = cute.arch.shuffle_sync(word, ColumnItem.SEGMENT_START)
             count = cute.arch.shuffle_sync(word, ColumnItem.SEGMENT_COUNT)
-            found = Int32(-1) if count > 0 else Int32(0)
-            for s in cutlass.range(count, unroll=1):
+            found = Int32(-1) if const_expr(c.clears >= Clears.INTERVALS) else Int32(0)
+            found = found if count > 0 else Int32(0)
+            for s in cutlass.range(count if const_expr(c.clears >= Clears.INTERVALS) else 0, unroll=1):
                 part = Int32(0)
                 if lane < SEGMENT:
                     part = a.segments[segment + s, lane]
@@ -304,7 +306,9 @@ class Producer(Opaque):
                 intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
                 others = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
                 others += cute.arch.shuffle_sync(part, Segment.BITS_COUNT)
-                if others > 0:
+                if const_expr(c.clears == Clears.KEYS):
+                    found = found & unset(a.pool, lead, first, self.block.keys, self.down, c.block_kv)
+                elif others > 0:
                     found = Int32(0)
                 elif found != 0 and intervals > 0:
                     for i in cutlass.range_constexpr(c.block_kv // WARP):

@@ -24,7 +24,7 @@ from gossamer.kernels.hopper.device.backward.common import (
     two_rows,
 )
 from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
-from gossamer.kernels.hopper.device.clearing import KeptKeys, landing_of
+from gossamer.kernels.hopper.device.clearing import KeptKeys, landing_of, looks_for_keys
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, place_of
 from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
 from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
@@ -236,7 +236,7 @@ class QueryGradient(Shell):
         self.registers = {1: (24, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
         self.blocks = c.blocks
         self.carveout = 100 if self.blocks > 1 else None
-        self.lands = c.clears  # tiles of K and V at a barrier of their own, where rows of them are cleared
+        self.lands = looks_for_keys(c)  # tiles of K and V at a barrier of their own, where rows of them are cleared
 
     @cute.jit
     def __call__(

@@ -14,7 +14,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.clearing import landing_of
+from gossamer.kernels.hopper.device.clearing import landing_of, looks_for_keys
 from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.device.forward.block import ForwardArguments, ForwardBlock
@@ -73,7 +73,7 @@ class Forward(Shell):
         c = self.config
         q, k, v = self.layouts()
         return {
-            **barriers(q=c.q_stages, k=c.stages, v=c.stages, landed=int(c.clears)),
+            **barriers(q=c.q_stages, k=c.stages, v=c.stages, landed=int(looks_for_keys(c))),
             "item": array(Int32, ITEM * c.q_stages), "bounds": array(Int32, 2 * c.block_q * c.q_stages),
             "q": tile_memory(self.dtype, q), "k": tile_memory(self.dtype, k), "v": tile_memory(self.dtype, v),
         }  # fmt: skip
@@ -86,10 +86,10 @@ class Forward(Shell):
         o_outer = cute.append(o.outer, cute.make_layout(c.q_stages * self.groups, stride=ROWS * c.D))
         items = items_of(memory, "q", c.q_stages, self.groups)
         k_ring, v_ring = [ring_of(memory, name, c.stages, 1, warps) for name in ("k", "v")]
-        landing = landing_of(memory, c.clears)
+        landing = landing_of(memory, looks_for_keys(c))
         return ForwardBlock(
-            config=c, arguments=arguments, rings=((items,), (k_ring, v_ring), *[(landing,)] * c.clears), items=items,
-            k=k_ring, v=v_ring, landing=landing,
+            config=c, arguments=arguments, items=items, k=k_ring, v=v_ring, landing=landing,
+            rings=((items,), (k_ring, v_ring), *[(landing,)] * (landing is not None)),
             bounds=words(memory.bounds, c.block_q, 2, c.q_stages),
             s_q=tiles(memory.q, q), s_k=tiles(memory.k, k), s_v=tiles(memory.v, v),
             s_o=memory.q.get_tensor(o_outer, swizzle=o.inner),

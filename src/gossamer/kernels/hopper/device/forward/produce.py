@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.clearing import KeptKeys
+from gossamer.kernels.hopper.device.clearing import KeptKeys, looks_for_keys
 from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
 from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
@@ -65,7 +65,7 @@ class Producer(Opaque):
         kv = Int32(0)  # steps so far
         owed = Int32(0)  # the V of the step before is still to be loaded: K runs one step ahead of V
         v_block, v_group, v_batch = Int32(0), Int32(0), Int32(0)
-        v_missing = Int32(0) if const_expr(c.clears) else None
+        v_missing = Int32(0) if const_expr(looks_for_keys(c)) else None
         word = work.first()
         following = self.publish(turn, word)
         running = item[RowItem.VALID, 0]
@@ -99,7 +99,7 @@ class Producer(Opaque):
                         self.v.load(kv - 1, v_block, v_group, v_batch, v_missing)
                     owed = Int32(1)
                     v_block, v_group, v_batch = block, group, batch
-                    if const_expr(c.clears):
+                    if const_expr(looks_for_keys(c)):
                         v_missing = self.kept.missing(block * c.step, i >= fulls and i < fulls + intervals, c.step)
                     kv += 1
                 if i == draw_at:
