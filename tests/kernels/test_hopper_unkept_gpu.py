@@ -32,14 +32,19 @@ LAYOUTS: dict[str, Callable[..., BlockLayout]] = {
     # The first keys are not attended, nor are the last.
     "late window": lambda **blocks: SlidingWindow(100).layout(300, 900, q_offset=450, **blocks),
     "rows without bits": lambda **blocks: scattered((1, 1), **blocks),
+    # Keys in tiles of bits, and around the windows of a few queries.
+    "keys without bits": lambda **blocks: scattered((2, 1), keys=True, **blocks),
+    "few queries": lambda **blocks: SlidingWindow(40).layout(20, 700, q_offset=300, **blocks),
     "by head": lambda **blocks: scattered((1, 4), **blocks),
 }  # fmt: skip
 
 
-def scattered(lead: tuple[int, int], **blocks: int) -> BlockLayout:
-    """Tiles of bits, of which some rows keep nothing; every key is attended."""
+def scattered(lead: tuple[int, int], keys: bool = False, **blocks: int) -> BlockLayout:
+    """Tiles of bits, of which some rows keep nothing, and some keys nothing attends if that is asked for."""
     mask = np.random.default_rng(0).random((*lead, 300, 400)) < 0.2
     mask[..., :100, :300], mask[..., 120:160, :], mask[..., 250, :] = True, False, False
+    if keys:
+        mask[..., 5::7], mask[..., 130:190] = False, False
     return from_dense(mask, **blocks)
 
 

@@ -39,7 +39,7 @@ def keys_kept(layout: BlockLayout) -> bool:
         # Bounds ascend: no key lies before the first interval, between two, or behind the last.
         lo, hi = walk.lo, walk.hi
         ends = (lo.min(-1) == 0) & (hi.max(-1) == walk.columns)
-        return bool(ends.all() and (lo[..., 1:] <= hi[..., :-1]).all())
+        return bool(ends.all() and (lo <= np.roll(hi, 1, -1)).all())
 
     return _known.of(walk).get_or_make("keys", made)
 

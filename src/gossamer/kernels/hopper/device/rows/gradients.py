@@ -153,8 +153,9 @@ class KeyRow(Opaque):
         self.key = Table(config, a.k, item.batch, group, item.lane).read(item.row, self.score.of_rows)
         self.value = Table(config, a.v, item.batch, group, item.lane).read(item.row, Float32(1.0))
         self.of_keys, self.of_values = pieces(config), pieces(config)
-        self.past: Any = item.row >= within_keys(a.lengths[item.batch]) if config.lengths else None
+        self.past: Any = None
         if config.lengths:
+            self.past = item.row >= within_keys(a.lengths[item.batch])
             for row in (self.key, self.value):
                 blank(~self.past, row)
 
