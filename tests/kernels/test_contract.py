@@ -197,9 +197,6 @@ class TestUnkept(Runs):
             pytest.skip("; ".join(refused))
         e = exact_of(case, dtype, device)
         there = inputs.unkept(e.mask, e.terms, (case.B, case.H, case.Q), case.G)
-        if not (implementation.capability.clears_tiles or self.rows):
-            past = inputs.unkept(torch.ones_like(e.mask), e.terms, (case.B, case.H, case.Q), case.G)
-            there = there._replace(keys=past.keys)
         given = [*(x.detach() for x in e.leaves[:3]), e.dout, e.dlse]
 
         def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor) -> list[Tensor]:

@@ -58,7 +58,6 @@ class Capability:
     gathers: tuple[GatherChoice, ...] = ()  # gather layouts that it reads besides block layouts
     # Rows that gather together, of several queries or heads, by lists that only a device knows; dK and dV are added.
     unions: tuple[GatherChoice, ...] = ()
-    clears_tiles: bool = True  # keys of tiles that no query keeps may be NaN; else those past `key_lengths` alone
     slower: frozenset[str] = frozenset()  # score terms with which a CPU computes tile by tile, not by fused attention
 
     def __post_init__(self) -> None:

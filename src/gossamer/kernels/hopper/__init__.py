@@ -68,7 +68,6 @@ class Hopper:
         max_head_dim_of=(((192, 128), 96),),
         gathers=GATHERS,
         unions=UNIONS,
-        clears_tiles=False,  # but where intervals of rows begin and end
     )
 
     def unavailable(self) -> list[str]:

@@ -93,7 +93,7 @@ def with_attended(layout: BlockLayout, pool: Array, width: int) -> Array:
         past = np.arange(walk.tiles * walk.block_rows).reshape(walk.tiles, -1) >= walk.rows
         every = every.reshape(-1, *past.shape) | past  # what is past the last key is zero in any case
         packed = np.packbits(every.reshape(-1, walk.block_rows), axis=1, bitorder="little").view(np.int32)
-        return np.pad(packed, ((0, 0), (0, width - packed.shape[1])))[::-1].copy()
+        return np.flip(np.pad(packed, ((0, 0), (0, width - packed.shape[1]))), 0).copy()
 
     words = _words.of(host.rows).get_or_make(width, made)
     if isinstance(pool, np.ndarray):
