@@ -45,20 +45,21 @@ def fill(cells: gp.Cells) -> float:
     """The share of the pairs that kernels evaluate which are within the radius, of sampled warps."""
     points = np.asarray(cells.runs.points).reshape(3, -1).T
     boxes = np.asarray(jax.tree.leaves(cells.runs.tree)[0])
+    (size, *_), square = cells.sizes, cells.reach**2
     kept = evaluated = 0
     for warp in np.random.default_rng(0).integers(0, cells.num_particles // 8, WARPS):
         queries, own = points[8 * warp : 8 * warp + 8], boxes[warp]
 
         def gaps(places: np.ndarray, half: Any) -> np.ndarray:
             apart = np.abs(places - own[:3])  # noqa: B023
-            apart = np.minimum(apart, 1 - apart) - half - own[4:7]  # noqa: B023
+            apart = np.minimum(apart, size - apart) - half - own[4:7]  # noqa: B023
             return (np.maximum(apart, 0) ** 2).sum(1)
 
-        near = gaps(boxes[:, :3], boxes[:, 4:7]) <= cells.radius**2
+        near = gaps(boxes[:, :3], boxes[:, 4:7]) <= square
         found = points.reshape(-1, 8, 3)[near].reshape(-1, 3)
-        found = found[gaps(found, 0) <= cells.radius**2]
+        found = found[gaps(found, 0) <= square]
         d = found[None] - queries[:, None]
-        kept += ((d - np.round(d)) ** 2).sum(-1).__le__(cells.radius**2).sum()
+        kept += ((d - size * np.round(d / size)) ** 2).sum(-1).__le__(square).sum()
         evaluated += 8 * len(found)
     return kept / evaluated
 

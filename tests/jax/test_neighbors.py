@@ -15,7 +15,7 @@ from scipy.spatial import cKDTree
 
 from gossamer import particles as gp
 from gossamer.jax.kernels import recipes
-from gossamer.particles.blocked_jax import Reach, groups_of
+from gossamer.particles.blocked_jax import groups_of, reach_of
 from tests.particles import oracle
 
 
@@ -82,14 +82,14 @@ def test_groups_are_the_unions_of_lists(N: int, d: int, box: Any, radius: float,
     """What operations make of lists is what the kernel is to make: columns, bits, counts, positions in the frame."""
     x = oracle.cloud(np.random.default_rng(N), N, d, "uniform")
     neighbors = gp.Neighbors.allocate(jnp.asarray(x), radius, box)
-    reach = Reach(radius, neighbors.cells.box)
-    places, sizes, groups = groups_of(reach, neighbors.cells.runs, neighbors.capacity, room)
+    cells = neighbors.cells
+    places, sizes, groups = groups_of(reach_of(cells), neighbors.cells.runs, neighbors.capacity, room)
     np.testing.assert_array_equal(places, neighbors.places)
     np.testing.assert_array_equal(sizes, neighbors.sizes)
     order = np.asarray(neighbors.cells.order)
     keep = np.zeros((N, N + 1), bool)
     keep[np.arange(N)[:, None], places] = True
-    exact = oracle.pairs(x[order], reach.box)
+    exact = oracle.pairs(x[order], cells.box)
     unsure = np.abs(exact.s / radius**2 - 1) < 1e-5
     assert ((keep[:, :N] == (exact.s <= radius**2)) | unsure).all()
     T = -(-N // 64)
@@ -108,7 +108,7 @@ def test_groups_are_the_unions_of_lists(N: int, d: int, box: Any, radius: float,
         if not groups.far[t]:
             steps = theirs[t, None, :n] - mine[t, : rows.stop - rows.start, None]
             near = keep[rows][:, listed]
-            np.testing.assert_allclose(steps[near], exact.steps[rows][:, listed][near], atol=1e-6)
+            np.testing.assert_allclose(steps[near], exact.steps[rows][:, listed][near] * cells.unit, atol=1e-5)
 
 
 ATTENTION = """

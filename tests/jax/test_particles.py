@@ -33,7 +33,7 @@ CASES = [
 
 def counts(cells: gp.Cells) -> np.ndarray:
     """How many particles are within the radius of each."""
-    reach, none = blocked_jax.Reach(cells.radius, cells.box), cells.x[:, :0]
+    reach, none = blocked_jax.reach_of(cells), cells.x[:, :0]
     found = blocked_jax.pair_sums(terms.counted, None, reach, cells.runs, none, none)
     return np.asarray(found[:, 0]).astype(int)
 

@@ -157,10 +157,10 @@ def test_lists_of_the_kernel_are_those_of_float32(
         pytest.skip("kernels list for compute capability 9.0")
     points = neighbors.cells.runs.points.cpu().numpy().reshape(d, -1)[:, :N]
     s = np.zeros((N, N), np.float32)
-    for one, size in zip(points, box, strict=True):
+    for one, size in zip(points, neighbors.cells.sizes, strict=True):
         step = nearest(one, one[:, None], size and np.float32(size), np)
         s = s + step * step
-    keep = s <= np.float32(radius**2)
+    keep = s <= np.float32(neighbors.cells.reach**2)
     T, C = -(-N // 64), groups.room
     columns, counts = groups.columns.cpu().numpy().reshape(T, C), groups.counts.cpu().numpy()
     words = groups.bits.cpu().numpy().view(np.uint32).reshape(T, C // 32, 64)

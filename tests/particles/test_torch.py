@@ -30,7 +30,7 @@ def counts(cells: gp.Cells) -> torch.Tensor:
     if fused_torch.serves(cells):
         return fused_torch.count(cells)
     none = cells.x[:, :0]
-    return in_torch.pair_sums(terms.counted(None), cells, cells.radius, none, none)[:, 0]
+    return in_torch.pair_sums(terms.counted(None), cells, cells.reach, none, none)[:, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)

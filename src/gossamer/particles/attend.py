@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gossamer.particles.geometry import Sizes, nearest, squares
+from gossamer.particles.geometry import Sizes, nearest, squares, times
 
 
 class Attending(NamedTuple):
-    """What is known of a call beside its arrays."""
+    """What is known of a call beside its arrays; lengths are in the unit of the cells."""
 
     scale: float | None  # of q k^T; None: no such term
     bandwidth: float | None  # of the Gaussian of the distance; None: no such term
     box: Sizes
+    pull: float = 0.0  # what sums of dS times steps are multiplied by in the gradients of positions
 
 
 class Features(NamedTuple):
@@ -78,8 +79,8 @@ def row_gradients(
     dv = xp.einsum("chm,cmhe->che", Pk, their.dout)
     if call.bandwidth is None:  # positions are in no term: 0 even where a list is cut and all else is not a number
         return Gradients(dq, dk, dv, xp.zeros_like(xp.stack(mine.x, -1)))
-    both = (dS + dSk).sum(1) / call.bandwidth**2
-    dx = xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1)
+    both = (dS + dSk).sum(1)
+    dx = times(xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1), call.pull)
     return Gradients(dq, dk, dv, dx)
 
 

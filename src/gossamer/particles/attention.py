@@ -10,6 +10,7 @@ from gossamer.particles.laws import positive
 from gossamer.particles.neighbors import Neighbors
 
 KERNELS = ("dot", "gaussian", "dot+gaussian")
+NARROW = 2.0**-60  # the least bandwidth, in radii: squares of smaller ones, and what is divided by them, leave float32
 TYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -83,7 +84,16 @@ def neighbor_attention(
         if edge.is_learned(scale):
             q, scale = edge.with_number(q, scale)
         scale = D**-0.5 if scale is None else positive("scale", scale)
-    call = Attending(scale, None if bandwidth is None else positive("bandwidth", bandwidth), neighbors.cells.box)
+    cells, pull = neighbors.cells, 0.0
+    if bandwidth is not None:
+        bandwidth = positive("bandwidth", bandwidth) * cells.unit
+        if bandwidth < NARROW:
+            raise ValueError(
+                f"bandwidth must be at least {NARROW:.2g} times the radius, {cells.radius}; "
+                f"got {bandwidth / cells.unit}"
+            )
+        pull = cells.unit / bandwidth / bandwidth
+    call = Attending(scale, bandwidth, cells.sizes, pull)
     out, lse = edge.attend(call, neighbors, q, k, v)
     out, lse = (out[:, 0], lse[:, 0]) if flat else (out, lse)
     return (out, lse) if return_residual else out

@@ -13,7 +13,7 @@ from jax import Array, lax
 from gossamer.jax.compat import varying_with
 from gossamer.kernels.neighbors.configurations import ROWS, WORD
 from gossamer.particles import terms
-from gossamer.particles.cells import Runs
+from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import MARGIN, RUN, Seen, Sizes, gaps, nearest, squares
 from gossamer.particles.groups import Groups
 from gossamer.particles.listed_jax import particles_of
@@ -23,10 +23,14 @@ PIECE = 8  # runs of candidates of a step
 
 
 class Reach(NamedTuple):
-    """What is known of a sum beside its arrays."""
+    """What is known of a sum beside its arrays, in the unit of the cells."""
 
     radius: float
     box: Sizes
+
+
+def reach_of(cells: Cells) -> Reach:
+    return Reach(cells.reach, cells.sizes)
 
 
 def walk(
@@ -46,7 +50,7 @@ def walk(
     each = min(T, max(1, PAIRS // (RUN * RUN * PIECE)))
     steps = -(-T // each)
     items = (jnp.arange(steps * each, dtype=jnp.int32) % T).reshape(steps, each)
-    limit = reach.radius**2
+    limit = reach.radius * reach.radius
 
     def step(item: Array) -> Any:
         low, high = (list(x[:, item][..., None]) for x in (runs.low, runs.high))

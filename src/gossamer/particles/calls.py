@@ -1,8 +1,8 @@
 """How a kernel of sums is called: its configuration, its numbers, and the columns that particles bring.
 
 The order of the arguments is that of `kernels.radial.device.kernel.Radial`: particles, three levels of boxes, order;
-the result; the sizes of the box, the squared radius, and eleven numbers of the law:
-the last is a power of two that positions are multiplied by, so that powers of a split are near 1.
+the result; the sizes of the box, the squared radius, and eleven numbers of the law, whose lengths are in the unit of
+the cells as those before are. The last is the unit in which a function that a user wrote gets them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from gossamer.kernels.radial.configurations import NUMBERS, OPEN, QUERIES, Own, RadialConfig
+from gossamer.kernels.radial.configurations import LEAST, NUMBERS, OPEN, QUERIES, Own, RadialConfig
 from gossamer.kernels.radial.functions import digest
 from gossamer.kernels.radial.gravity import coefficients_of
 from gossamer.particles.geometry import Sizes
@@ -25,16 +25,10 @@ class Call(NamedTuple):
     config: RadialConfig
     numbers: tuple[float, ...]
 
-    @property
-    def unit(self) -> float:
-        """What positions are multiplied by: a power of two."""
-        *_, unit = self.numbers
-        return unit
-
 
 def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1, values: bool = True) -> Call:
     """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count"): see `RadialConfig`."""
-    softened = isinstance(law, ShortRangeGravity) and law.softening > 0
+    softened = isinstance(law, ShortRangeGravity) and law.softening**2 >= LEAST
     own = None
     if isinstance(law, RadialKernel):
         own = Own(digest(law.function), len(law.numbers), law.function)
@@ -42,15 +36,13 @@ def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1, v
     config = RadialConfig(term, channels, any(size is not None for size in box), softened, queries, values, own)
     sizes = [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
     of_law: list[float] = []
-    unit = 1.0
+    length = 1.0
     if isinstance(law, Gaussian):
-        of_law = [-math.log2(math.e) / (2 * law.h**2), 1 / law.h**2]
+        of_law = [-math.log2(math.e) / 2 / law.h / law.h, 1 / law.h / law.h]
     elif isinstance(law, RadialKernel):
-        of_law = list(law.numbers)
+        of_law, length = list(law.numbers), law.length
     elif isinstance(law, ShortRangeGravity):
-        unit = 2.0 ** -round(math.log2(law.split))
-        split = law.split * unit
-        gaussian = [-math.log2(math.e) / (4 * split**2), -math.log2(2 * math.sqrt(math.pi) * split**3)]
-        of_law = [(law.softening * unit) ** 2, *coefficients_of(split), *gaussian]
-    numbers = [*sizes, radius**2, *of_law, *[0.0] * (NUMBERS - 1 - len(of_law)), unit]
+        gaussian = [-math.log2(math.e) / (4 * law.split**2), -math.log2(2 * math.sqrt(math.pi) * law.split**3)]
+        of_law = [law.softening**2, *coefficients_of(law.split), *gaussian]
+    numbers = [*sizes, radius * radius, *of_law, *[0.0] * (NUMBERS - 1 - len(of_law)), length]
     return Call(config, tuple(numbers))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gossamer.numbers import sized
 from gossamer.particles.edges import edge_of
-from gossamer.particles.geometry import BITS, Sizes
+from gossamer.particles.geometry import BITS, EXPONENT, Sizes, times, unit_of
 from gossamer.particles.laws import positive
 from gossamer.patterns.validate import show
+
+FAR_SMALLER = 2.0**16  # so many times
+LARGEST = 2.0**120  # size of a box that is periodic, in radii: float32 has its multiples
 
 
 class Runs(NamedTuple):
     """The particles in order, T runs of 32, filled up with the last particle. Constants."""
 
     order: Any  # (N,) int32: the particle at each place
-    points: Any  # (d, T, 32): positions, within the box along periodic axes
+    points: Any  # (d, T, 32): positions in the unit of the cells, within the box along periodic axes
     low: Any  # (d, T): the boxes of the runs
     high: Any
     tree: tuple[Any, ...]  # the boxes that kernels descend: `geometry.tree_of`
@@ -32,6 +35,9 @@ class Cells:
     particles are distributed, so nothing has a capacity and nothing overflows.
 
     In JAX it is a pytree, made under jit as well as outside, and gradients of sums reach positions through it.
+
+    Everything is computed in a unit of length that is near the radius, a power of two: so results are alike, to the
+    bit, whatever unit positions are given in.
     """
 
     x: Any  # (N, d) as given
@@ -68,11 +74,15 @@ class Cells:
                 f"x must be an array (N, d) of real numbers, d from 1 to 3; got {tuple(x.shape)} {x.dtype}"
             )
         _, d = x.shape
-        sizes, radius = box_sizes(box, d), positive("radius", radius)
+        sizes, radius = box_sizes(box, d), held("radius", positive("radius", radius), x)
         shortest = min((size for size in sizes if size is not None), default=math.inf)
         if radius > shortest / 2:
             raise ValueError(f"radius must be at most half the box, {shortest / 2}; got {radius}")
-        return cls(x, edge.runs_of(x, sizes), radius, sizes)
+        unit = unit_of(radius)
+        scaled = times_unit(sizes, unit)
+        if any(size is not None and size > LARGEST for size in scaled):
+            raise ValueError(f"box must be at most {LARGEST:.2g} times the radius, {radius}; got {box!r}")
+        return cls(x, edge.runs_of(x, scaled, unit), radius, sizes)
 
     @property
     def num_particles(self) -> int:
@@ -83,6 +93,44 @@ class Cells:
     def order(self) -> Any:
         """(N,) int32: the particle at each place along the curve."""
         return self.runs.order
+
+    @property
+    def unit(self) -> float:
+        """What lengths are multiplied by in `runs`: a power of two."""
+        return unit_of(self.radius)
+
+    @property
+    def reach(self) -> float:
+        """The radius in that unit."""
+        return self.radius * self.unit
+
+    @property
+    def sizes(self) -> Sizes:
+        """The box in that unit."""
+        return times_unit(self.box, self.unit)
+
+    def within(self, radius: float) -> Cells:
+        """The same cells for sums that are 0 beyond a radius, in a unit near it if that is far smaller."""
+        if radius * FAR_SMALLER >= self.radius:
+            return self
+        held("the radius of the function", radius, self.x)
+        made, runs = replace(self, radius=radius), self.runs
+        low, high, points, *tree = (
+            times(x, made.unit / self.unit) for x in (runs.low, runs.high, runs.points, *runs.tree)
+        )
+        return replace(made, runs=Runs(runs.order, points, low, high, tuple(tree)))
+
+
+def held(name: str, radius: float, x: Any) -> float:
+    """A radius whose powers are in the range of the type that positions are computed in."""
+    most = 2.0 ** (4 * EXPONENT if str(x.dtype).endswith("float64") else EXPONENT - 1)
+    if not 1 / most <= radius <= most:
+        raise ValueError(f"{name} must be from {1 / most:.2g} to {most:.2g} for positions of {x.dtype}; got {radius}")
+    return radius
+
+
+def times_unit(sizes: Sizes, unit: float) -> Sizes:
+    return tuple(None if size is None else size * unit for size in sizes)
 
 
 def box_sizes(box: Any, d: int) -> Sizes:

@@ -59,10 +59,9 @@ def _run(
     term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int, values: bool = True
 ) -> Array:
     (N,), (d, T, run) = runs.order.shape, runs.points.shape
-    asked = call_of(term, law, radius, box, channels, values)
-    config, numbers = asked
+    config, numbers = call_of(term, law, radius, box, channels, values)
     more = T * run - N
-    positions = runs.points.reshape(d, -1).T * asked.unit
+    positions = runs.points.reshape(d, -1).T
     positions = positions.at[N:, 0].set(FAR) if more else positions
     brought = jnp.pad(payload[runs.order], ((0, more), (0, config.width - 3 - payload.shape[1])))
     particles = jnp.concatenate([jnp.pad(positions, ((0, 0), (0, 3 - d))), brought], 1)

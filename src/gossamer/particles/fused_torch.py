@@ -31,7 +31,7 @@ def serves(cells: Cells) -> bool:
 
 def weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
     """The term of that name in `particles.terms`; so are those below."""
-    found = [_run("sum", law, cells, cells.radius, part) for part in values.split(CHANNELS["sum"], 1)]
+    found = [_run("sum", law, cells, cells.reach, part) for part in values.split(CHANNELS["sum"], 1)]
     return torch.cat(found, 1) if len(found) != 1 else found.pop()
 
 
@@ -39,7 +39,7 @@ def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor, both: boo
     """To positions, and if both are asked for, to values; so of forces."""
     most, (d, _, _) = CHANNELS["sum_slopes"], cells.runs.points.shape
     parts = zip(values.split(most, 1), g.split(most, 1), strict=True)
-    found = [_run("sum_slopes", law, cells, cells.radius, torch.cat(part, 1), both) for part in parts]
+    found = [_run("sum_slopes", law, cells, cells.reach, torch.cat(part, 1), both) for part in parts]
     if len(found) == 1:
         return found.pop()
     return torch.cat([torch.stack([x[:, :d] for x in found]).sum(0), *(x[:, d:] for x in found)], 1)
@@ -55,17 +55,16 @@ def force_slopes(cells: Cells, law: Any, radius: float, g: Tensor, mass: Tensor,
 
 def count(cells: Cells) -> Tensor:
     """How many particles are within the radius of each, itself included: (N,)."""
-    return _run("count", None, cells, cells.radius, cells.runs.points.new_zeros(cells.num_particles, 0))[:, 0]
+    return _run("count", None, cells, cells.reach, cells.runs.points.new_zeros(cells.num_particles, 0))[:, 0]
 
 
 def _run(term: str, law: Any, cells: Cells, radius: float, payload: Tensor, values: bool = True) -> Tensor:
     runs, (N, n) = cells.runs, payload.shape
-    call = call_of(term, law, radius, cells.box, {"sum": n, "sum_slopes": n // 2}.get(term, 1), values)
-    config, numbers = call
+    config, numbers = call_of(term, law, radius, cells.sizes, {"sum": n, "sum_slopes": n // 2}.get(term, 1), values)
     d, T, run = runs.points.shape
     with torch.no_grad():
         particles = payload.new_zeros(T * run, config.width)
-        particles[:, :d] = runs.points.reshape(d, -1).T if call.unit == 1 else runs.points.reshape(d, -1).T * call.unit
+        particles[:, :d] = runs.points.reshape(d, -1).T
         particles[N:, 0] = FAR
         particles[:N, 3 : 3 + n] = payload[runs.order]
         out = payload.new_empty(N, config.outputs)

@@ -5,6 +5,7 @@ Functions of arrays of numpy, jax.numpy or torch, which `xp` is; positions are l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ LEVELS = (8, 32, 32)  # how many particles, or boxes of the level before, a box 
 ROUNDING = 1 + 1e-6  # of the half width of a box in the tree, which may not be too small
 BITS = {1: 24, 2: 15, 3: 10}  # of each axis of the curve, by the number of axes: places are whole in float32
 MARGIN = 1 + 1e-5  # of a distance between boxes over the radius: rounding never leaves out a pair
+
+EXPONENT = 126  # of two, which float32 has as well as its inverse
 
 Sizes = tuple[float | None, ...]  # of the box, None along an axis that is open
 
@@ -26,6 +29,24 @@ class Seen(NamedTuple):
     keep: Any  # within the radius
     item: Any  # (c,): the runs of queries
     place: Any  # (c, K): the candidates, by their places along the curve
+
+
+def unit_of(radius: float) -> float:
+    """What lengths are multiplied by, so that the radius is about 1: a power of two, by which nothing is rounded."""
+    _, exponent = math.frexp(radius)
+    return 2.0**-exponent
+
+
+def times(x: Any, factor: float) -> Any:
+    """An array times a positive number, which may be out of float32's range where the product is in it."""
+    if factor == 1:
+        return x
+    _, exponent = math.frexp(factor)
+    parts = 1 + abs(exponent) // EXPONENT
+    for _ in range(parts - 1):
+        step = 2.0 ** (exponent // parts)
+        x, factor = x * step, factor / step
+    return x * factor
 
 
 def hilbert_keys(place: list[Any], bits: int, xp: Any) -> Any:
@@ -105,6 +126,11 @@ def gaps(low: Sequence[Any], high: Sequence[Any], others_low: Sequence[Any], oth
             gap = xp.clip(xp.maximum(ahead, behind), 0, None)
         total = gap * gap if total is None else total + gap * gap
     return total
+
+
+def apart(s: Any, xp: Any) -> Any:
+    """Whether particles are at two places: a square under the least normal number is 0."""
+    return s >= xp.finfo(s.dtype).tiny
 
 
 def squares(steps: Sequence[Any]) -> Any:

@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 def call_of(radius: float, box: Sizes) -> Call:
-    return Call(ListsConfig(any(size is not None for size in box)), (*open_sizes(box), radius**2))
+    return Call(ListsConfig(any(size is not None for size in box)), (*open_sizes(box), radius * radius))
 
 
 def open_sizes(box: Sizes) -> list[float]:

@@ -15,7 +15,7 @@ from gossamer.jax.compat import as_varying_as, varying_with
 from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
-from gossamer.particles.blocked_jax import Reach, pair_sums
+from gossamer.particles.blocked_jax import Reach, pair_sums, reach_of
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import (
     BITS,
@@ -53,8 +53,9 @@ def channels(name: str, values: Any, cells: Cells) -> Array:
 
 
 @partial(jax.jit, static_argnums=1)
-def runs_of(x: Array, box: Sizes) -> Runs:
-    x = lax.stop_gradient(x).astype(_type(x))
+def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
+    """Of positions, and of a box in units of length."""
+    x = lax.stop_gradient(x).astype(_type(x)) * unit
     N, d = x.shape
     T = -(-N // WHOLE) * (WHOLE // RUN)
     if not N:
@@ -74,7 +75,7 @@ def _type(x: Array) -> Any:
 
 def finite(cells: Cells) -> Array:
     """Whether all positions are: a truth value on the device."""
-    return jnp.isfinite(lax.stop_gradient(cells.x)).all()
+    return jnp.isfinite(cells.runs.points).all()
 
 
 def known(cells: Cells, like: Array) -> Array:
@@ -93,12 +94,15 @@ def _at(x: Array, gradient: Array) -> Array:
 
 
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
-    found: Array = _sum(law, Reach(cells.radius, cells.box), cells.x.astype(values.dtype), cells.runs, values)
+    x = cells.x.astype(values.dtype) * cells.unit
+    found: Array = _sum(law, reach_of(cells), x, cells.runs, values)
     return found
 
 
-def radial_force(cells: Cells, mass: Array, law: Any, radius: float) -> Array:
-    found: Array = _force(law, Reach(radius, cells.box), cells.x.astype(mass.dtype), cells.runs, mass)
+def radial_force(cells: Cells, mass: Array, law: Any, radius: float, factor: float) -> Array:
+    """A factor times the sums; the law and its radius are in the unit of the cells."""
+    x, reach = cells.x.astype(mass.dtype) * cells.unit, Reach(radius, cells.sizes)
+    found: Array = _force(law, reach, x, cells.runs, mass, factor)
     return found
 
 
@@ -126,21 +130,22 @@ _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=Tru
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array) -> Array:
-    return _sums("force", law, reach, runs, x[:, :0], mass[:, None])
+def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array, factor: Any) -> Array:
+    return _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
 
 
 def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
-    x, runs, mass = custom_vjp_primal_tree_values(given)
-    return _sums("force", law, reach, runs, x[:, :0], mass[:, None]), (x, runs, mass, _asked(given))
+    x, runs, mass, factor = custom_vjp_primal_tree_values(given)
+    found = _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
+    return found, (x, runs, mass, factor, _asked(given))
 
 
 def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    x, runs, mass, asked = kept
+    x, runs, mass, factor, asked = kept
     g, d = _materialized(g), len(runs.points)
     both = jnp.concatenate([g, mass[:, None]], 1)
-    found = once(_sums("force_slopes", law, reach, runs, both, both, asked.values is not None), (x, mass, g))
-    return _at(x, found[:, :d]), None, None if asked.values is None else as_varying_as(found[:, d], mass)
+    found = once(_sums("force_slopes", law, reach, runs, both, both, asked.values is not None) * factor, (x, mass, g))
+    return _at(x, found[:, :d]), None, None if asked.values is None else as_varying_as(found[:, d], mass), None
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
@@ -157,7 +162,7 @@ class Asked(NamedTuple):
 
 
 def _asked(given: Any) -> Asked:
-    x, _, values = given
+    x, _, values, *_ = given
     return Asked(() if x.perturbed else None, () if values.perturbed else None)
 
 
@@ -198,12 +203,12 @@ def most_neighbors(cells: Cells) -> Most:
         assert groups is not None
         return Most(int(sizes.max()), int(groups.counts.max()))
     none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
-    counts = _sums("count", None, Reach(cells.radius, cells.box), cells.runs, none, none)
+    counts = _sums("count", None, reach_of(cells), cells.runs, none, none)
     return Most(int(counts.max()), 0)
 
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
-    return _lists_of(Reach(cells.radius, cells.box), cells.runs, capacity, room)
+    return _lists_of(reach_of(cells), cells.runs, capacity, room)
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))

@@ -24,6 +24,7 @@ from gossamer.particles.geometry import (
     nearest,
     on_the_grid,
     squares,
+    times,
     tree_of,
     wrapped,
 )
@@ -59,9 +60,10 @@ def channels(name: str, values: Any, cells: Cells) -> Tensor:
 
 
 @torch.no_grad()
-def runs_of(x: Tensor, box: Sizes) -> Runs:
+def runs_of(x: Tensor, box: Sizes, unit: float) -> Runs:
+    """Of positions, and of a box in units of length."""
     refuse_transforms(NAME, x)
-    x = x if x.dtype == torch.float64 else x.float()
+    x = (x if x.dtype == torch.float64 else x.float()) * unit
     N, d = x.shape
     T = -(-N // WHOLE) * (WHOLE // RUN)
     if not N:
@@ -77,7 +79,7 @@ def runs_of(x: Tensor, box: Sizes) -> Runs:
 
 def finite(cells: Cells) -> Tensor:
     """Whether all positions are: a truth value on the device."""
-    return torch.isfinite(cells.x.detach()).all()
+    return torch.isfinite(cells.runs.points).all()
 
 
 def known(cells: Cells, like: Tensor) -> Tensor:
@@ -85,13 +87,19 @@ def known(cells: Cells, like: Tensor) -> Tensor:
     return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
+def _at(cells: Cells, gradient: Tensor, factor: float = 1.0) -> Tensor:
+    """A factor times the gradient at positions of one in the cells' unit. It is NaN too where any is not finite."""
+    return torch.where(finite(cells), times(gradient, factor * cells.unit), float("nan"))
+
+
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
     found: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
     return found
 
 
-def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float) -> Tensor:
-    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, cells)
+def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float, factor: float) -> Tensor:
+    """A factor times the sums; the law and its radius are in the unit of the cells."""
+    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, factor, cells)
     return found
 
 
@@ -114,19 +122,19 @@ class _RadialSum(torch.autograd.Function):
             found = fused_torch.weighted_slopes(cells, law, g, values, to_values)
         else:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
-            found = pair_sums(terms.weighted_slopes(law), cells, cells.radius, rows, columns)
+            found = pair_sums(terms.weighted_slopes(law), cells, cells.reach, rows, columns)
         dx, dv = found.tensor_split([len(cells.runs.points)], 1)
-        return dx * known(cells, dx), dv if to_values else None, None, None
+        return _at(cells, dx), dv if to_values else None, None, None
 
 
 class _RadialForce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, radius: float, cells: Cells) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, radius: float, factor: float, cells: Cells) -> Tensor:
         ctx.save_for_backward(x, mass)
-        ctx.law, ctx.radius, ctx.cells = law, radius, cells
+        ctx.law, ctx.radius, ctx.factor, ctx.cells = law, radius, factor, cells
         if fused_torch.serves(cells):
-            return fused_torch.force(cells, law, radius, mass)
-        return pair_sums(terms.force(law), cells, radius, x[:, :0], mass[:, None])
+            return times(fused_torch.force(cells, law, radius, mass), factor)
+        return times(pair_sums(terms.force(law), cells, radius, x[:, :0], mass[:, None]), factor)
 
     @staticmethod
     @once
@@ -139,20 +147,23 @@ class _RadialForce(torch.autograd.Function):
             both = torch.cat([g, mass[:, None]], 1)
             found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
         dx, dm = found.tensor_split([len(ctx.cells.runs.points)], 1)
-        return dx * known(ctx.cells, dx), dm[:, 0] if to_mass else None, None, None, None
+        to = times(dm[:, 0], ctx.factor) if to_mass else None
+        return _at(ctx.cells, dx, ctx.factor), to, None, None, None, None
 
 
 def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
     if fused_torch.serves(cells):
         return fused_torch.weighted(cells, law, values)
-    return pair_sums(terms.weighted(law), cells, cells.radius, values[:, :0], values)
+    return pair_sums(terms.weighted(law), cells, cells.reach, values[:, :0], values)
 
 
 def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:
-    """All pairs, as `blocked_jax.walk` visits them: for some runs of queries the steps, one after the other."""
-    runs, box, N = cells.runs, cells.box, cells.num_particles
+    """All pairs within a radius (in the cells' unit), as `blocked_jax.walk` visits them: for some runs of queries the
+    steps, one after the other.
+    """
+    runs, box, N = cells.runs, cells.sizes, cells.num_particles
     d, T = runs.low.shape
-    device, limit = runs.low.device, radius**2
+    device, limit = runs.low.device, radius * radius
     each = max(1, PAIRS // (RUN * RUN * PIECE))
     others_low, others_high = list(runs.low[:, None]), list(runs.high[:, None])
     for item in torch.arange(T, device=device).split(each):
@@ -213,7 +224,7 @@ def most_neighbors(cells: Cells) -> Most:
     if fused_torch.serves(cells):
         return Most(int(fused_torch.count(cells).max()), 0)
     none = cells.runs.points.new_zeros(cells.num_particles, 0)
-    return Most(int(pair_sums(terms.counted(None), cells, cells.radius, none, none).max()), 0)
+    return Most(int(pair_sums(terms.counted(None), cells, cells.reach, none, none).max()), 0)
 
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Groups | None]:
@@ -238,7 +249,7 @@ def _lists_of(cells: Cells, capacity: int) -> tuple[Tensor, Tensor]:
     """The places of the neighbours of each place, (N, capacity), and how many there are."""
     N, device = cells.num_particles, cells.runs.points.device
     places, sizes = [], []
-    for steps in walk(cells, cells.radius) if N else ():
+    for steps in walk(cells, cells.reach) if N else ():
         seen = list(steps)
         keep = torch.cat([x.keep for x in seen], 2).flatten(0, 1)
         place = torch.cat([x.place for x in seen], 1).repeat_interleave(RUN, 0)

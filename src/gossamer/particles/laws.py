@@ -5,6 +5,7 @@ Each is a value: its numbers are known before anything is compiled.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,18 @@ class Values(NamedTuple):
     slope: Any
 
 
+class Pull(NamedTuple):
+    """w of the force w d of two particles whose difference is d, in parts that are in range where the force is.
+
+    With e = inverse d the force is value e. With v = inverse u the gradient w u + 2 w' (d . u) d is
+    value (v - p (e . v) e) + along (e . v) e, p being the law's `POWER`.
+    """
+
+    value: Any
+    along: Any  # None where nobody asks for it
+    inverse: Any  # an array, or 1
+
+
 @dataclass(frozen=True)
 class Gaussian:
     """The function exp(-r^2 / (2 h^2)).
@@ -43,14 +56,23 @@ class Gaussian:
     def __post_init__(self) -> None:
         object.__setattr__(self, "h", positive("h", self.h))
 
+    def scaled(self, unit: float) -> Gaussian:
+        """The same for lengths that were multiplied by a unit."""
+        return Gaussian(self.h * unit)
+
+    @property
+    def radius(self) -> float:
+        """Beyond this distance it is 0, in float64 too."""
+        return 64 * self.h
+
     def of(self, s: Any, xp: Any) -> Any:
         """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
-        return xp.exp(s * (-0.5 / self.h**2))
+        return xp.exp(s * (-0.5 / self.h / self.h))
 
     def both(self, s: Any, xp: Any) -> Values:
         """The values and their derivatives."""
         value = self.of(s, xp)
-        return Values(value, value * (-0.5 / self.h**2))
+        return Values(value, value * (-0.5 / self.h / self.h))
 
 
 @dataclass(frozen=True)
@@ -91,21 +113,32 @@ class ShortRangeGravity:
         """Beyond this distance the force is 0."""
         return self.CUT * self.split
 
+    def scaled(self, unit: float) -> ShortRangeGravity:
+        """The same for lengths that were multiplied by a unit."""
+        return ShortRangeGravity(self.split * unit, self.softening * unit)
+
+    POWER = 3  # of the inverse of length that w has
+
     def of(self, s: Any, xp: Any) -> Any:
         """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
-        return self._at(s + self.softening**2, xp)
+        found = self.pull(s, xp, slope=False)
+        return found.value * found.inverse
 
     def both(self, s: Any, xp: Any) -> Values:
-        """w and its derivative by s, which follows from w: -(3 w + exp(-u^2) / (2 sqrt(pi) split^3)) / (2 R^2)."""
-        s = s + self.softening**2
-        w = self._at(s, xp)
-        gaussian = xp.exp(s * (-0.25 / self.split**2)) * (0.5 / (math.sqrt(math.pi) * self.split**3))
-        return Values(w, -(3 * w + gaussian) / (2 * s))
+        """w and its derivative by s."""
+        value, along, inverse = self.pull(s, xp, slope=True)
+        return Values(value * inverse, (along - 3 * value) * inverse * inverse * inverse / 2)
 
-    def _at(self, s: Any, xp: Any) -> Any:
+    def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
+        """R w and what is beside it in w' = -(3 w + exp(-u^2) / (2 sqrt(pi) split^3)) / (2 R^2)."""
+        s = s + self.softening**2
         inverse = 1 / xp.sqrt(s)
-        root = long_root(s / self.split**2, ROOT)
-        return inverse * inverse * inverse - root * root / self.split**3
+        R, root = s * inverse, long_root(s / self.split**2, ROOT)
+        value, along = inverse * inverse - root * root * R * (1 / self.split**3), None
+        if slope:
+            gaussian = xp.exp(s * (-0.25 / self.split**2)) * (0.5 / (math.sqrt(math.pi) * self.split**3))
+            along = -gaussian * R
+        return Pull(value, along, inverse)
 
 
 class RadialKernel:
@@ -116,10 +149,11 @@ class RadialKernel:
     need no second function: the derivative is found by the chain rule.
 
     Args:
-        function: called as function(s, xp, *numbers): s is r^2, `xp` has exp, log, sqrt, rsqrt, sin, cos, tanh, abs,
-            minimum, maximum and where, and gives f(r^2) by these and by + - * / and ** of whole numbers. It has no
-            branches (comparisons, which & and | join, are for `where`), and reads numbers, functions and modules alone.
-            In sums it must be finite at r = 0, where each particle meets itself; its derivative there is not used.
+        function: called as function(s, xp, *numbers): s is r^2 in your own unit of length, `xp` has exp, log, sqrt,
+            rsqrt, sin, cos, tanh, abs, minimum, maximum and where, and gives f(r^2) by these and by + - * / and ** of
+            whole numbers. It has no branches (comparisons, which & and | join, are for `where`), and reads numbers,
+            functions and modules alone. In sums it must be finite at r = 0, where each particle meets itself; its
+            derivative there is not used.
         numbers: at most 10, which may change without anything being compiled again.
 
     Raises:
@@ -140,6 +174,7 @@ class RadialKernel:
         if len(numbers) >= NUMBERS:
             raise ValueError(f"a radial kernel takes at most {NUMBERS - 1} numbers; got {len(numbers)}")
         self.function, self.numbers = function, tuple(known("a number of a radial kernel", n) for n in numbers)
+        self.length = 1.0  # the unit of its own that s is in: see `scaled`
         digest(function)  # raises where there is none
         with np.errstate(all="ignore"):
             found = self.both(np.array([0.25, 1.0]), np)
@@ -152,19 +187,38 @@ class RadialKernel:
         return f"RadialKernel({', '.join([getattr(self.function, '__name__', '?'), *map(repr, self.numbers)])})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RadialKernel) and (self.function, self.numbers) == (other.function, other.numbers)
+        return isinstance(other, RadialKernel) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.function, self.numbers))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Any:
+        return self.function, self.numbers, self.length
+
+    def scaled(self, unit: float) -> RadialKernel:
+        """The same for lengths that were multiplied by a unit: the function still gets them as they were."""
+        made = copy.copy(self)
+        made.length = self.length / unit
+        return made
+
+    POWER = 0  # of the inverse of length: values are what the function says
 
     def of(self, s: Any, xp: Any) -> Any:
         """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
-        return result(self.function, s, xp, self.numbers, slope=False).value
+        return result(self.function, s * self.length * self.length, xp, self.numbers, slope=False).value
 
     def both(self, s: Any, xp: Any) -> Values:
         """The values and their derivatives."""
-        found = result(self.function, s, xp, self.numbers, slope=True)
-        return Values(found.value, found.slope)
+        found = result(self.function, s * self.length * self.length, xp, self.numbers, slope=True)
+        return Values(found.value, found.slope * self.length * self.length)
+
+    def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
+        """w and 2 w'."""
+        if not slope:
+            return Pull(self.of(s, xp), None, 1)
+        value, along = self.both(s, xp)
+        return Pull(value, 2 * along, 1)
 
 
 def known(name: str, value: Any) -> float:

@@ -20,7 +20,7 @@ from gossamer.particles import fused_jax
 from gossamer.particles import groups as of_groups
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Runs
-from gossamer.particles.geometry import Sizes
+from gossamer.particles.geometry import Sizes, times
 from gossamer.particles.groups import (
     SM,
     SMALLEST,
@@ -96,7 +96,7 @@ def backward(call: Attending, groups: Groups, d: int, **given: Array) -> tuple[A
         dx = jnp.zeros((N, d), jnp.float32)
     else:
         pulls = (found[f"pull_{name}"].reshape(H, N, -1)[..., :d].sum(0) for name in ("rows", "columns"))
-        dx = sum(pulls) / call.bandwidth**2
+        dx = times(sum(pulls), call.pull)
     dq, dk = (jnp.zeros_like(q) if call.scale is None else found[name].reshape(q.shape) for name in ("dq", "dk"))
     return dq, dk, found["dv"].reshape(v.shape), dx
 

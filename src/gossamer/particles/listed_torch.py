@@ -18,6 +18,7 @@ from gossamer.particles import fused_torch
 from gossamer.particles import groups as of_groups
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Cells
+from gossamer.particles.geometry import times
 from gossamer.particles.groups import (
     SM,
     SMALLEST,
@@ -49,7 +50,7 @@ def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Gr
     """places, sizes and groups."""
     runs, N = cells.runs, cells.num_particles
     d, T, run = runs.points.shape
-    config, numbers = call_of(cells.radius, cells.box)
+    config, numbers = call_of(cells.reach, cells.sizes)
     with torch.no_grad(), torch.cuda.device(runs.points.device):
         particles = runs.points.new_zeros(T * run, 4)
         particles[:, :d] = runs.points.reshape(d, -1).T
@@ -103,7 +104,7 @@ def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Te
     dx = None
     if call.bandwidth is not None:
         _, d = neighbors.cells.x.shape
-        dx = (rows.sum(0) + columns.sum(0))[:, :d] / call.bandwidth**2
+        dx = times((rows.sum(0) + columns.sum(0))[:, :d], call.pull)
     return (None, None, dv, dx) if call.scale is None else (dq, dk, dv, dx)
 
 

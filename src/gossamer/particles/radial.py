@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
+from gossamer.particles.geometry import EXPONENT, times
 from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
+
+SMALL = 60  # masses are multiplied by 2^-60 at least, if sums can have the rest
 
 
 def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> Any:
@@ -43,7 +47,9 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
     if len(values.shape) == 2 and not values.shape[1]:  # which positions reach as well, with gradients of 0
         return values + radial_sum(cells, 0, kernel)[:, None][:, :0]
     flat = len(values.shape) == 1
-    found = edge.radial_sum(cells, values[:, None] if flat else values, kernel)
+    if isinstance(kernel, Gaussian):
+        cells = cells.within(kernel.radius)
+    found = edge.radial_sum(cells, values[:, None] if flat else values, kernel.scaled(cells.unit))
     found = found * edge.known(cells, found)
     return found[:, 0] if flat else found
 
@@ -81,8 +87,24 @@ def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel)
     mass = edge.channels("mass", mass, cells)
     if tuple(mass.shape) != (cells.num_particles,):
         raise ValueError(f"mass must be a number or ({cells.num_particles},); got {mass.shape}")
-    found = edge.radial_force(cells, mass, law, cells.radius if isinstance(law, RadialKernel) else law.radius)
+    radius = cells.radius if isinstance(law, RadialKernel) else law.radius
+    cells = cells.within(radius)
+    before, after = _factors(cells.unit, law.POWER)
+    found = edge.radial_force(cells, times(mass, before), law.scaled(cells.unit), radius * cells.unit, after)
     return found * edge.known(cells, found)
+
+
+def _factors(unit: float, power: int) -> tuple[float, float]:
+    """What masses and sums are multiplied by, of a force that has such a power of the inverse of length, less one.
+
+    What makes numbers smaller is done to masses, as far as these stay in range, and what makes them larger to sums: so
+    nothing is infinite, in the gradients too, before what it is a part of.
+    """
+    _, exponent = math.frexp(unit / 2)
+    both = (power - 1) * exponent
+    after = both - min(0, max(power * exponent, -SMALL))
+    after = min(max(after, -EXPONENT), EXPONENT)
+    return 2.0 ** (both - after), 2.0**after
 
 
 def _check(cells: Any) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gossamer.particles.geometry import apart
+
 FEW = 4  # channels that are summed one by one; more of them are a product of matrices
 
 Term = Callable[[Sequence[Any], Any, Any, Any, Any, Any], Any]
@@ -19,7 +21,7 @@ def weighted(law: Any) -> Term:
     """sum_j f(r^2) b_j: the values of `radial_sum`."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        return _sums(xp.where(keep, law.of(s, xp), 0 * s), b, xp)
+        return _sums(xp.where(keep, law.of(s, xp), 0), b, xp)
 
     return term
 
@@ -33,10 +35,10 @@ def weighted_slopes(law: Any) -> Term:
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
         value, slope = law.both(s, xp)
-        slope = xp.where(keep & (s > 0), -2 * slope, 0 * s) * _inner(a, b, xp)  # which may be infinite at 0
+        slope = xp.where(keep & apart(s, xp), -2 * slope, 0) * _inner(a, b, xp)  # which may be infinite at 0
         positions = xp.stack([(slope * step).sum(-1) for step in steps], -1)
         *_, both = b.shape
-        return xp.concatenate([positions, _sums(xp.where(keep, value, 0 * s), b[:, :, both // 2 :], xp)], -1)
+        return xp.concatenate([positions, _sums(xp.where(keep, value, 0), b[:, :, both // 2 :], xp)], -1)
 
     return term
 
@@ -45,9 +47,10 @@ def force(law: Any) -> Term:
     """sum_j b_j w(r^2) (x_j - x_i), b being masses: `radial_force`."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        apart = keep & (s > 0)
-        w = xp.where(apart, law.of(xp.where(apart, s, s * 0 + 1), xp), 0 * s) * b[:, None, :, 0]
-        return xp.stack([(w * step).sum(-1) for step in steps], -1)
+        two = keep & apart(s, xp)
+        pull = law.pull(xp.where(two, s, 1), xp, slope=False)
+        w = xp.where(two, pull.value, 0) * b[:, None, :, 0]
+        return xp.stack([(w * (step * pull.inverse)).sum(-1) for step in steps], -1)
 
     return term
 
@@ -60,13 +63,17 @@ def force_slopes(law: Any) -> Term:
     """
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        apart = keep & (s > 0)
-        w, slope = law.both(xp.where(apart, s, s * 0 + 1), xp)
-        w, slope = xp.where(apart, w, 0 * s), xp.where(apart, slope, 0 * s)
+        two = keep & apart(s, xp)
+        w, along, inverse = law.pull(xp.where(two, s, 1), xp, slope=True)
+        w, along = xp.where(two, w, 0), xp.where(two, along, 0)
         d = len(steps)
-        mine, theirs = a[:, :, None, d], b[:, None, :, d]
+        steps = [step * inverse for step in steps]
+        mine, theirs = a[:, :, None, d] * inverse, b[:, None, :, d] * inverse
         turned = [mine * b[:, None, :, n] - theirs * a[:, :, None, n] for n in range(d)]
-        along = 2 * slope * sum(step * u for step, u in zip(steps, turned, strict=True))
+        dot = sum(step * u for step, u in zip(steps, turned, strict=True))
+        along = along * dot
+        if law.POWER:  # a difference of numbers, not of products with w, which may be infinite
+            turned = [u - law.POWER * dot * step for step, u in zip(steps, turned, strict=True)]
         found = [(w * u + along * step).sum(-1) for step, u in zip(steps, turned, strict=True)]
         mass = -(w * sum(step * b[:, None, :, n] for n, step in enumerate(steps))).sum(-1)
         return xp.stack([*found, mass], -1)
@@ -78,7 +85,7 @@ def counted(law: Any) -> Term:
     """How many particles are within the radius, each itself included."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        return xp.where(keep, 0 * s + 1, 0 * s).sum(-1)[..., None]
+        return xp.where(keep, xp.ones_like(s), 0).sum(-1)[..., None]
 
     return term
 

@@ -12,11 +12,12 @@ FAN = 32  # boxes of a level in one of the next: a warp compares that many at on
 BLOCKS = {"sum": 5, "sum_slopes": 7, "force": 7, "force_slopes": 5, "count": 6}
 ALONE = {"force_slopes": 6}  # likewise, without gradients to masses
 QUERIES = 8  # of a warp; a Gaussian of one channel has registers for 16, which share their candidates
+LEAST = 2.0**-126  # the least normal number of float32: squares of distances under it are 0
 FAR = 1e18  # where the particles are that fill up the last box: outside of every radius
 OPEN = 3e38  # the size of an axis that is not periodic
 
 
-NUMBERS = 11  # of a law, the last of them its unit
+NUMBERS = 11  # of a law, the last of them the unit of a function of a user
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Images(Enum):
 class Arguments(NamedTuple):
     """What a kernel is called with."""
 
-    particles: Any  # (P, width): positions in the law's unit, and payloads, in order; P a multiple of 256
+    particles: Any  # (P, width): positions, and payloads, in order; P a multiple of 256
     clusters: Any  # (P / 8, 8)
     blocks: Any  # (P / 256, 8)
     groups: Any  # (G, 8): of 32 blocks each
@@ -121,16 +121,14 @@ class Queries(Opaque):
         # Differences of neighbours' positions are exact, or nearly so: all are from the first query's.
         self.origin = [self.mine[0][axis] for axis in range(3)]
         self.at = [[row[axis] - self.origin[axis] for axis in range(3)] for row in self.mine]
-        *_, unit = a.numbers
-        self.sizes = [size * unit for size in a.sizes]
-        self.square = a.square * unit * unit + self.term.start
+        self.sizes = a.sizes
+        self.square = a.square + self.term.start
         self.total = cute.make_rmem_tensor((c.outputs * c.queries,), Float32)
         self.total.fill(0.0)
         self.own = self.box()
         self.reach = a.square * 1.00002  # rounding never leaves out a cluster, nor a candidate
-        self.within = self.reach * unit * unit
-        self.centre = [self.own[axis] * unit - self.origin[axis] for axis in range(3)]
-        self.half = [self.own[FOUR + axis] * unit for axis in range(3)]
+        self.centre = [self.own[axis] - self.origin[axis] for axis in range(3)]
+        self.half = [self.own[FOUR + axis] for axis in range(3)]
         # Queries that are far apart may each see another image of one candidate; those far inside see no other. Of the
         # rest the places past the seam lose the box's size, without rounding: those of queries near its end, and of
         # candidates over a place that is half the size away from the queries.
@@ -144,9 +142,9 @@ class Queries(Opaque):
             inside = ((centre > extent) & (centre + extent < size)) | (size > 1e38)
             self.inside = self.inside & inside
             upper = centre > 0.5 * size
-            seam = select(upper, centre - 0.5 * size, centre + 0.5 * size) * unit
+            seam = select(upper, centre - 0.5 * size, centre + 0.5 * size)
             self.seam.append(select(inside, Float32(3e38), seam))
-            end = select(upper, self.sizes[axis], Float32(0.0))
+            end = select(upper, size, Float32(0.0))
             self.base.append(self.origin[axis] - select(inside, Float32(0.0), end))
 
     def box(self) -> list[Any]:
@@ -250,7 +248,7 @@ class Queries(Opaque):
                 total = total + gap * gap
             passes = there[part]
             if const_expr(images is not Images.OF_PAIRS):
-                passes = passes and total <= self.within
+                passes = passes and total <= self.reach
             bits = cute.arch.vote_ballot_sync(passes)
             if passes:
                 place = candidates + self.rank(bits)

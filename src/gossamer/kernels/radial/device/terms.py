@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 from cutlass._mlir.dialects import llvm
 
-from gossamer.kernels.radial.configurations import RadialConfig
+from gossamer.kernels.radial.configurations import LEAST, RadialConfig
 from gossamer.kernels.radial.functions import result
 from gossamer.kernels.radial.gravity import long_root
 
@@ -95,10 +95,11 @@ class Term:
         total[at] = add_where(within, total[at], x, y)
 
     def own(self, s: Any, slope: bool) -> Any:
-        """(value, derivative) of the function of a user."""
-        own = self.config.own
+        """(value, derivative) of the function of a user, who has a unit of length of his own."""
+        own, (*_, length) = self.config.own, self.numbers
         assert own is not None
-        return result(own.function, s, Base, self.numbers[: own.numbers], slope)
+        found = result(own.function, s * length * length, Base, self.numbers[: own.numbers], slope)
+        return found._replace(slope=found.slope * length * length) if slope else found
 
     def scaled(self, value: Any, output: int) -> Any:
         """A finished sum."""
@@ -123,7 +124,7 @@ class SumSlopes(Sum):
     """n_1 exp2(n_0 s) (a . b) step, then exp2(n_0 s) b: the gradients to positions, and those to values.
 
     Candidates bring their values, then gradients; queries the other way round. Of a function of a user:
-    -2 f'(s) (a . b) step, for s > 0, since f' may be infinite at 0, and f(s) b.
+    -2 f'(s) (a . b) step, for two places, since f' may be infinite at 0, and f(s) b.
     """
 
     def add(self, total, k, step, s, within, mine, theirs):
@@ -132,7 +133,7 @@ class SumSlopes(Sum):
             w = value = power(s * self.numbers[0])
         else:
             value, slope = self.own(s, True)
-            w, apart = -2.0 * slope, within & (s > 0.0)
+            w, apart = -2.0 * slope, within & (s >= LEAST)
         for c in range(n if self.config.values else 0):
             self.put(total, 3 + c, k, within, value, theirs[n + c])
         inner = mine[n] * theirs[0] + mine[0] * theirs[n]
@@ -147,9 +148,9 @@ class SumSlopes(Sum):
 
 
 class Force(Term):
-    """w(s) m step: n_0 is the squared softening, n_1 to n_6 are the long-range part's, n_10 is the unit.
+    """w(s) m step: n_0 is the squared softening, n_1 to n_6 are the long-range part's.
 
-    Or w is a function of a user, and the unit 1.
+    By parts that are in range where the sum is: see `gossamer.particles.laws.Pull`. Or w is a function of a user.
     """
 
     def __init__(self, config: RadialConfig, numbers: Any) -> None:
@@ -158,58 +159,57 @@ class Force(Term):
             self.start = numbers[0]
 
     def law(self, s):
-        """(w, R^-2)"""
+        """(R w, 1 / R, R)"""
         inverse, root = inverse_root(s), long_root(s, self.numbers[1:7])  # s has the softening in it
-        square = inverse * inverse
-        return square * inverse - root * root, square
+        R = s * inverse
+        return inverse * inverse - root * root * R, inverse, R
 
     def add(self, total, k, step, s, within, mine, theirs):
-        apart = within if self.config.softened else within & (s > 0.0)
+        apart = within if self.config.softened else within & (s >= LEAST)
         if self.config.own is None:
-            w, _ = self.law(s)
+            w, inverse, _ = self.law(s)
+            step = [part * inverse for part in step]
         else:
             w = self.own(s, False).value
         w = w * theirs[0]
         for axis, part in enumerate(step):
             self.put(total, axis, k, apart, w, part)
 
-    def scaled(self, value, output):
-        *_, unit = self.numbers  # of length: a force has length to the power of -2
-        return value * unit * unit
-
 
 class ForceSlopes(Force):
     """The gradients of a force to positions and masses: see `gossamer.particles.terms.force_slopes`.
 
     Both bring the mass, then the gradient of the force. Pairs at one place are left out: products of a particle with
-    itself cancel only in exact arithmetic. exp2(n_7 s + n_8) is the Gaussian of w': `ShortRangeGravity.both`.
+    itself cancel only in exact arithmetic. exp2(n_7 s + n_8) is the Gaussian of w': `ShortRangeGravity.pull`.
     """
 
-    def slopes(self, s):
-        """(w, 2 w')"""
-        if self.config.own is not None:
-            found = self.own(s, True)
-            return found.value, 2.0 * found.slope
-        w, square = self.law(s)
-        return w, -(3.0 * w + power(s * self.numbers[7] + self.numbers[8])) * square
+    def __init__(self, config: RadialConfig, numbers: Any) -> None:
+        super().__init__(config, numbers)
+        self.start = 0.0  # s tells whether two particles are at one place
 
     def add(self, total, k, step, s, within, mine, theirs):
-        apart = within & (s > self.start)
-        w, slope = self.slopes(s)
+        apart = within & (s >= LEAST)
         mass, *push = theirs
-        turned = [mine[0] * push[axis] - mass * mine[1 + axis] for axis in range(3)]
-        along = slope * (step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2])
+        my_mass = mine[0]
+        if self.config.own is None:
+            s = s + self.numbers[0] if self.config.softened else s
+            w, inverse, R = self.law(s)
+            slope = -power(s * self.numbers[7] + self.numbers[8]) * R
+            step, my_mass, mass = [part * inverse for part in step], my_mass * inverse, mass * inverse
+        else:
+            found = self.own(s, True)
+            w, slope = found.value, 2.0 * found.slope
+        turned = [my_mass * push[axis] - mass * mine[1 + axis] for axis in range(3)]
+        inner = step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2]
+        if self.config.own is None:  # a difference of numbers, not of products with w, which may be infinite
+            turned = [u - 3.0 * inner * part for u, part in zip(turned, step, strict=True)]
+        along = slope * inner
         for axis in range(3):
             self.put(total, axis, k, apart, w, turned[axis])
             self.put(total, axis, k, apart, along, step[axis])
         if self.config.values:
             dot = step[0] * push[0] + step[1] * push[1] + step[2] * push[2]
             self.put(total, 3, k, apart, -w, dot)
-
-    def scaled(self, value, output):
-        *_, unit = self.numbers
-        value = value * unit * unit
-        return value * unit if output < 3 else value
 
 
 TERMS = {"count": Count, "sum": Sum, "sum_slopes": SumSlopes, "force": Force, "force_slopes": ForceSlopes}
