@@ -22,13 +22,15 @@ def inputs_of(case: Case, dtype: str, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
     pattern, c = case.pattern(), case
     wide = np.float64 if dtype == "float64" else np.float32
-    slopes = (rng.standard_normal(c.H) * 0.05).astype(wide) if c.alibi_slopes else None
+    of_slopes = (c.B, c.H) if c.alibi_slopes == "each" else c.H
+    slopes = (rng.standard_normal(of_slopes) * 0.05).astype(wide) if c.alibi_slopes else None
     sinks = rng.standard_normal(c.H).astype(wide) if c.sink_logits else None
     lengths = None if c.key_lengths is None else np.asarray(c.key_lengths)
     offset = c.K - c.Q if c.q_offset is None else c.q_offset
     return made(
         rng, (c.B, c.H, c.G, c.Q, c.K, c.D, c.E), dtype, kept(pattern, c.Q, c.K, offset), scale=c.D**-0.5,
         q_offset=offset, softcap=c.softcap, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes,
+        alibi_distance=c.alibi_distance,
     )  # fmt: skip
 
 
@@ -57,6 +59,7 @@ def run(x: Inputs, pattern: Any, implementation: str | None = None) -> Expected:
 def runner(x: Inputs, pattern: Any, implementation: str | None = None) -> Callable[[Inputs], Expected]:
     """`run` for inputs of the same shapes and numbers, compiled once."""
     options: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap, "implementation": implementation}
+    options["alibi_distance"] = x.alibi_distance
     (_, K, *_), (_, Q, *_) = x.k.shape, x.q.shape
     if x.q_offset != K - Q:
         options["q_offset"] = x.q_offset

@@ -21,7 +21,8 @@ class Inputs(NamedTuple):
     softcap: float | None = None
     key_lengths: np.ndarray | None = None
     sink_logits: np.ndarray | None = None
-    alibi_slopes: np.ndarray | None = None
+    alibi_slopes: np.ndarray | None = None  # (H,) or (B, H)
+    alibi_distance: str | None = None
 
 
 class Expected(NamedTuple):
@@ -57,7 +58,9 @@ def expected(x: Inputs, dtype: Any = np.float64, stored: Any = None) -> Expected
         tanh = np.tanh(s / dtype(x.softcap))
         s = tanh * dtype(x.softcap)
     if x.alibi_slopes is not None:
-        s = s + x.alibi_slopes.astype(dtype)[:, None, None] * (j - i).astype(dtype)
+        distance = (j - i).astype(dtype)
+        distance = -np.abs(distance) if x.alibi_distance == "absolute" else distance
+        s = s + x.alibi_slopes.astype(dtype)[..., None, None] * distance
     keep = np.broadcast_to(x.keep, s.shape)
     if x.key_lengths is not None:
         keep = keep & (j < x.key_lengths.reshape(B, 1, 1, 1))

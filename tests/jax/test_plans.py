@@ -167,8 +167,8 @@ def test_memory_grows_with_positions_alone() -> None:
 def test_slopes_are_constants() -> None:
     x, slopes = ones(70, 2), jnp.ones(2)
     with pytest.raises(ValueError, match=r"give jax\.lax\.stop_gradient\(alibi_slopes\)"):
-        jax.grad(lambda s: gsj.attention(x, x, x, alibi_slopes=s).sum())(slopes)
-    jax.grad(lambda x: gsj.attention(x, x, x, alibi_slopes=slopes).sum())(x)
+        jax.grad(lambda s: gsj.attention(x, x, x, alibi_slopes=s, alibi_distance="signed").sum())(slopes)
+    jax.grad(lambda x: gsj.attention(x, x, x, alibi_slopes=slopes, alibi_distance="signed").sum())(x)
 
 
 def test_lengths_of_any_integer_type() -> None:

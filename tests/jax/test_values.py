@@ -145,6 +145,8 @@ def test_random_calls(part: int) -> None:
         scale = float(rng.choice([D**-0.5, 1.0, 0.0, -0.7, 3.0]))
         has = rng.random(3) < 0.3
         keep = kept(pattern, Q, K, offset)
+        of_slopes = (B, H) if rng.random() < 0.5 else H
+        distance = str(rng.choice(["signed", "absolute"])) if has[2] else None
         call_of = None
         for _ in range(3):
             lengths = rng.choice([-3, 0, 1, K // 2, K, K + 9], B)
@@ -152,7 +154,8 @@ def test_random_calls(part: int) -> None:
                 rng, (B, H, G, Q, K, D, E), dtype, keep, scale=scale, q_offset=offset, softcap=softcap,
                 key_lengths=lengths if has[0] else None,
                 sink_logits=rng.choice([-30.0, 0.0, 1.0, 20.0], H).astype(np.float32) if has[1] else None,
-                alibi_slopes=rng.choice([-0.5, 0.0, 0.01, 0.5], H).astype(np.float32) if has[2] else None,
+                alibi_slopes=rng.choice([-0.5, 0.0, 0.01, 0.5], of_slopes).astype(np.float32) if has[2] else None,
+                alibi_distance=distance,
             )  # fmt: skip
             call_of = call_of or runner(x, pattern)
             count += compare(x, call_of(x), ROUNDING[dtype])

@@ -22,7 +22,7 @@ EXTRA = """
 from gossamer.kernels.triton.compile import Variant
 from gossamer.kernels.triton.block.config import TileConfig, config
 extra = [
-    Variant("float16", 64, 64, terms=("softcap", "alibi", "sink", "lengths")),
+    Variant("float16", 64, 64, terms=("softcap", "sink", "lengths"), alibi=4),
     Variant("bfloat16", 72, 40, terms=("lengths",), group=4, splits_rows=False),
     Variant("bfloat16", 128, 128, modes=("full", "interval"), contiguous=("full", "interval"), splits_rows=False),
     Variant("bfloat16", 64, 64, tile=(32, 128)),

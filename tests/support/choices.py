@@ -44,6 +44,7 @@ def problem_of(case: Case, dtype: str, backward: bool) -> Problem:
     """The static facts of a case."""
     terms = [name for name in ("key_lengths", "sink_logits", "alibi_slopes") if getattr(case, name)]
     terms += ["softcap"] if case.softcap is not None else []
+    terms += ["alibi_distance"] if case.alibi_distance == "absolute" else []
     terms += ["q_offset"] if case.q_offset not in (None, case.K - case.Q) else []
     cuda = "cuda" in case.devices
     return Problem(

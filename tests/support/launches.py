@@ -63,7 +63,7 @@ def run(
 def _of(direction: Direction, terms: Terms, into: Any, **given: Tensor | None) -> tuple[Scoring, dict[str, Tensor]]:
     given |= {name: getattr(terms, name) for name in VECTORS} | dict(zip(RESULTS[direction], into or (), strict=False))
     there = {name: x for name, x in given.items() if x is not None}
-    return Scoring(terms.scale, terms.q_offset, terms.softcap), there
+    return Scoring(terms.scale, terms.q_offset, terms.softcap, terms.absolute), there
 
 
 def forward(

@@ -46,7 +46,27 @@ CASES = (
     square("longnet_one_key_head", 130, lambda: gs.LongNet((32, 64), (2, 4), heads=8), H=8, G=1, B=2),
     square(
         "longnet_terms", 250, lambda: gs.LongNet((32, 64), (2, 4), heads=3, causal=False), H=3, K=260,
-        sink_logits=True, alibi_slopes=True,
+        sink_logits=True, alibi_slopes=True, alibi_distance="signed",
+    ),
+    square(
+        "folded_slopes_of_each", 130, lambda: gs.Dilated(12, 9, 4), B=2, H=4, G=2, alibi_slopes="each",
+        alibi_distance="absolute",
+    ),
+    square(
+        "slopes_of_each_by_element", 130, lambda: gs.Dilated(12, 9, 4), B=2, H=4, G=2, key_lengths=(130, 61),
+        alibi_slopes="each", alibi_distance="absolute",
+    ),
+    square(
+        "slopes_of_each_by_class", 60, lambda: gs.Dilated(9, 5, 3), B=5, key_lengths=(60, 0, 31, 1, 59),
+        alibi_slopes="each", alibi_distance="absolute",
+    ),
+    square(
+        "longnet_slopes_of_each", 250, lambda: gs.LongNet((32, 64), (2, 4), heads=3, causal=False), H=3, K=260, B=2,
+        alibi_slopes="each", alibi_distance="absolute",
+    ),
+    square(
+        "per_head_slopes_of_each", 200, lambda: gs.PerHead(HEADS), H=4, G=2, B=2, alibi_slopes="each",
+        alibi_distance="signed",
     ),
 )  # fmt: skip
 
@@ -80,7 +100,8 @@ def run(e: Exact, name: str, leaves: list[torch.Tensor], backward: bool) -> list
     with torch.set_grad_enabled(backward):
         out, lse = gs.attention(
             *leaves[:3], e.pattern, q_offset=case.q_offset, key_lengths=t.key_lengths, softcap=t.softcap,
-            sink_logits=sink, alibi_slopes=t.alibi_slopes, return_lse=True, implementation=name,
+            sink_logits=sink, alibi_slopes=t.alibi_slopes, alibi_distance=case.alibi_distance,
+            return_lse=True, implementation=name,
         )  # fmt: skip
         if not backward:
             return [out, lse]

@@ -123,6 +123,8 @@ def _of_head(terms: Terms, b: int, h: int) -> Terms:
     """The terms of one head of one batch element, as of a call that has no other."""
     places = (("key_lengths", b), ("sink_logits", h), ("alibi_slopes", h))
     given = {name: at for name, at in places if getattr(terms, name) is not None}
+    if terms.alibi_slopes is not None and terms.alibi_slopes.ndim == 2:
+        terms = terms._replace(alibi_slopes=terms.alibi_slopes[b])
     return terms._replace(**{name: getattr(terms, name)[at : at + 1] for name, at in given.items()})
 
 

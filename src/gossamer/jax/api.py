@@ -17,7 +17,12 @@ from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, opera
 from gossamer.jax.plan import Asked, Plan, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
+from gossamer.patterns import Dense, Pattern
+from gossamer.patterns.ahead import keeps_ahead
+from gossamer.patterns.grid import Sizes
 from gossamer.plan.problem import Unsupported
+
+Distance = Literal["signed", "absolute"]
 
 logger = logging.getLogger("gossamer")
 _logged: set[str] = set()
@@ -29,7 +34,8 @@ NAMES = ("blocked", "hopper")
 def attention(
     query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | Array | None = None,
     q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
-    sink_logits: Array | None = None, alibi_slopes: Array | None = None, return_residual: Literal[False] = False,
+    sink_logits: Array | None = None, alibi_slopes: Array | None = None,
+    alibi_distance: Distance | None = None, return_residual: Literal[False] = False,
     implementation: str | None = None, deterministic: bool = False,
 ) -> Array: ...  # fmt: skip
 
@@ -38,7 +44,8 @@ def attention(
 def attention(
     query: Array, key: Array, value: Array, pattern: Any = None, *, scale: float | Array | None = None,
     q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
-    sink_logits: Array | None = None, alibi_slopes: Array | None = None, return_residual: Literal[True],
+    sink_logits: Array | None = None, alibi_slopes: Array | None = None,
+    alibi_distance: Distance | None = None, return_residual: Literal[True],
     implementation: str | None = None, deterministic: bool = False,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
@@ -55,6 +62,7 @@ def attention(
     softcap: float | None = None,
     sink_logits: Array | None = None,
     alibi_slopes: Array | None = None,
+    alibi_distance: Distance | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     deterministic: bool = False,
@@ -80,7 +88,9 @@ def attention(
             hold anything: a length of 0 or less keeps none, one over K all.
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (N,), differentiable; exp(sink) joins the denominator and lse.
-        alibi_slopes: (N,), constant; slope * (j - i) is added to the scores.
+        alibi_slopes: (N,) or (B, N), constant; slope * (j - i) is added to the scores.
+        alibi_distance: "signed" for slope * (j - i), "absolute" for -slope * |i - j|: they differ for keys after the
+            query, and one has to be given where the pattern keeps such keys, and with arrays, layouts and Plans.
         return_residual: also return lse (B, T, N), the natural logarithm of the denominators, differentiable; float32,
             or float64 for float64 arrays.
         implementation: None takes what is fastest, with a gradient that is a rule of its own. "blocked" is plain `lax`,
@@ -107,14 +117,15 @@ def attention(
     a = arguments_of(
         query, key, value, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
-        names=NAMES,
+        names=NAMES, alibi_distance=alibi_distance,
     )  # fmt: skip
     q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
     plan = for_call(pattern, asked)
     if plan.recipe is None and asked.kernels:
         _check_and_log(pattern, asked, implementation)
-    run = _runs(config_of(a, plan, q_offset), tuple(x is not None for x in a.vectors), plan.recipe, implementation)
+    present = tuple(0 if x is None else x.ndim for x in a.vectors)
+    run = _runs(config_of(a, plan, q_offset, pattern), present, plan.recipe, implementation)
     try:
         out, lse = run(plan.rows, plan.columns, plan.lists, a.q, a.k, a.v, a.vectors)
     except TypeError as error:
@@ -125,10 +136,29 @@ def attention(
     return (out, lse) if return_residual else out
 
 
-def config_of(a: Arguments, plan: Plan, q_offset: int | None) -> Config:
-    """What a call is compiled for."""
+def config_of(a: Arguments, plan: Plan, q_offset: int | None, pattern: Any) -> Config:
+    """What a call is compiled for.
+
+    Args:
+        pattern: as it was given.
+
+    Raises:
+        ValueError: slopes meet keys after their query, and nothing says how they count them.
+    """
     offset = offset_of(plan, q_offset, a.vectors.alibi_slopes is not None)
-    return Config(plan.row_extent, plan.column_extent, a.scale, offset, a.softcap)
+    asks = a.vectors.alibi_slopes is not None and a.alibi_distance is None and offset < plan.K - 1
+    held = Dense() if pattern is None else pattern
+    if asks and not (isinstance(held, Pattern) and not keeps_ahead(held, Sizes(plan.Q, plan.K, offset))):
+        keeps = (
+            f"{plan.name}, which keeps" if isinstance(held, Pattern) else "an array, a layout or a Plan, which may keep"
+        )
+        raise ValueError(
+            f'alibi_distance must be "signed", slope * (j - i), or "absolute", -slope * |i - j|, with {keeps} keys '
+            f"after the query (j > i): both are published; got None"
+        )
+    return Config(
+        plan.row_extent, plan.column_extent, a.scale, offset, a.softcap, absolute=a.alibi_distance == "absolute"
+    )
 
 
 def asked_of(a: Arguments, q_offset: int | None) -> Asked:
@@ -155,7 +185,7 @@ def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> No
 
 
 def _runs(
-    config: Config, present: tuple[bool, ...], recipe: Recipe | None, implementation: str | None
+    config: Config, present: tuple[int, ...], recipe: Recipe | None, implementation: str | None
 ) -> Operator:  # fmt: skip
     """What computes a call."""
     return _plain(config) if implementation == "blocked" else operator(config, present, recipe)

@@ -16,7 +16,7 @@ from gossamer.jax.tiling import Vectors
 from gossamer.kernels.launch import compute_dtype
 from gossamer.numbers import real, whole
 from gossamer.patterns.validate import show
-from gossamer.plan.problem import MAX_HEAD, SCORE_TERMS, Problem, most_offset, within_positions
+from gossamer.plan.problem import DISTANCES, MAX_HEAD, SCORE_TERMS, Problem, most_offset, within_positions
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ACCEPTED = "float16, bfloat16, float32 or float64"
@@ -37,6 +37,7 @@ class Arguments(NamedTuple):
     dims: int  # of the arrays that were given
     implementation: str | None
     deterministic: bool
+    alibi_distance: str | None = None  # of DISTANCES
 
 
 class Wording(NamedTuple):
@@ -93,7 +94,7 @@ def as_given(out: Array, lse: Array, dims: int) -> tuple[Array, Array]:
 
 def arguments_of(
     q: Any, k: Any, v: Any, *, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
-    alibi_slopes: Any, implementation: Any, deterministic: Any, names: Sequence[str],
+    alibi_slopes: Any, implementation: Any, deterministic: Any, names: Sequence[str], alibi_distance: Any = None,
 ) -> Arguments:  # fmt: skip
     """The arguments of a call, checked.
 
@@ -125,6 +126,11 @@ def arguments_of(
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation must be None or one of {', '.join(names)}; got {describe(implementation)}")
     check_flags(deterministic=deterministic)
+    known = alibi_distance is None or (isinstance(alibi_distance, str) and alibi_distance in DISTANCES)
+    wanted = 'be "signed", slope * (j - i), "absolute", -slope * |i - j|, or None'
+    _raise_first([(known, "alibi_distance", alibi_distance, wanted)])
+    without = alibi_distance is None or alibi_slopes is not None
+    _raise_first([(without, "alibi_distance", alibi_distance, "be None without alibi_slopes")])
     wide = jnp.dtype(compute_dtype(str(q.dtype)))
     lengths = vectors.key_lengths
     vectors = Vectors(
@@ -133,7 +139,17 @@ def arguments_of(
         None if alibi_slopes is None else constant(jnp.asarray(alibi_slopes).astype(wide)),
     )
     return Arguments(
-        q, k, v, scale, K - Q if q_offset is None else q_offset, softcap, vectors, dims, implementation, deterministic
+        q,
+        k,
+        v,
+        scale,
+        K - Q if q_offset is None else q_offset,
+        softcap,
+        vectors,
+        dims,
+        implementation,
+        deterministic,
+        alibi_distance,
     )
 
 
@@ -256,7 +272,10 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
             continue
         array, lengths = isinstance(x, (Array, np.ndarray)), name == "key_lengths"
         yield array, name, x, f"be an array{', a list of integers' * lengths} or None"
-        yield x.shape == (size,), name, x, f"have shape ({letter},) = ({size},)"
+        shapes, wanted = [(size,)], f"have shape ({letter},) = ({size},)"
+        if name == "alibi_slopes":
+            shapes, wanted = [(H,), (B, H)], f"{wanted}, or (B, H) = {(B, H)}"
+        yield x.shape in shapes, name, x, wanted
         right = jnp.issubdtype(x.dtype, jnp.integer) if lengths else str(x.dtype) in FLOATS
         yield right, name, x, "be integers" if lengths else f"be {ACCEPTED}"
 
@@ -302,6 +321,8 @@ def problem_of(a: Arguments, platform: str, backward: bool = True) -> Problem:
         terms.add("softcap")
     if a.q_offset != K - Q:
         terms.add("q_offset")
+    if a.alibi_distance == "absolute":
+        terms.add("alibi_distance")
     return Problem(
         B=B, H=H, G=G, Q=Q, K=K, D=D, E=E, dtype=str(a.q.dtype), device=platform, score_terms=frozenset(terms),
         backward=backward, deterministic=a.deterministic, softcap=a.softcap,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from gossamer.jax.api import NAMES, asked_of, config_of
+from gossamer.jax.api import NAMES, Distance, asked_of, config_of
 from gossamer.jax.arguments import Lengths, arguments_of, problem_of
 from gossamer.jax.plan import plan_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
@@ -60,7 +60,8 @@ class Explanation:
 def explain(
     query: Any, key: Any, value: Any, pattern: Any = None, *, scale: float | Array | None = None,
     q_offset: int | None = None, key_lengths: Lengths | None = None, softcap: float | None = None,
-    sink_logits: Any = None, alibi_slopes: Any = None, implementation: str | None = None, deterministic: bool = False,
+    sink_logits: Any = None, alibi_slopes: Any = None, alibi_distance: Distance | None = None,
+    implementation: str | None = None, deterministic: bool = False,
 ) -> Explanation:  # fmt: skip
     """What `attention` would do with these arguments: who computes it, over which tiles. Nothing is computed.
 
@@ -75,12 +76,12 @@ def explain(
     a = arguments_of(
         query, key, value, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
         sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
-        names=NAMES,
+        names=NAMES, alibi_distance=alibi_distance,
     )  # fmt: skip
     q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
     plan = plan_of(pattern, asked)
-    config = config_of(a, plan, q_offset)
+    config = config_of(a, plan, q_offset, pattern)
     rows, lists, recipe = config.rows, plan.rows, plan.recipe
     Bl, Hl = rows.lead
     found = Explanation(

@@ -41,7 +41,7 @@ LISTS = (TileLists, dict)  # what no axis of batch elements is folded into
 
 Operator = Callable[..., tuple[Array, Array]]
 Lists = dict[str, dict[str, Array]]  # by direction and name
-Present = tuple[bool, ...]
+Present = tuple[int, ...]  # dimensions of each of the vectors, 0 of one that a call has not
 
 
 @lru_cache(MOST_OPERATORS)
@@ -49,7 +49,7 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
     """(out, lse) of (rows, columns, lists, q, k, v, vectors), with a gradient of its own.
 
     Args:
-        present: which of the vectors a call has.
+        present: which of the vectors a call has, by their dimensions.
         recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
     forward = _directed("forward", config, present, recipe)
@@ -215,7 +215,10 @@ def _batched(function: Callable[..., Any], of_folded: Callable[..., Any]) -> Cal
         *tensors, vectors = arguments
         *of_tensors, batched = in_batched
         of_lists = [b for x, b in zip(arguments, in_batched, strict=True) if isinstance(x, LISTS)]
-        if any(jax.tree.leaves((of_lists, batched._replace(key_lengths=None)))):
+        # Slopes (B, H) join the batch as lengths do.
+        slopes = vectors.alibi_slopes
+        each = {"key_lengths"} | ({"alibi_slopes"} if slopes is not None and _dims(slopes, batched) == 2 else set())
+        if any(jax.tree.leaves((of_lists, batched._replace(**dict.fromkeys(each))))):
             out = _one_by_one(wrapped, arguments, in_batched)
             return out, jax.tree.map(lambda _: True, out)
 
@@ -224,8 +227,10 @@ def _batched(function: Callable[..., Any], of_folded: Callable[..., Any]) -> Cal
             return x.reshape(x.shape[0] * axis_size, *x.shape[2:])
 
         given = [x if isinstance(x, LISTS) else folded(x, b) for x, b in zip(tensors, of_tensors, strict=True)]
-        if vectors.key_lengths is not None:
-            vectors = vectors._replace(key_lengths=folded(vectors.key_lengths, batched.key_lengths))
+        for name in each:
+            x = getattr(vectors, name)
+            if x is not None:
+                vectors = vectors._replace(**{name: folded(x, getattr(batched, name))})
         run, given = of_folded(given)
         q, q_batched = next((x, b) for x, b in zip(tensors, of_tensors, strict=True) if not isinstance(x, LISTS))
         B = q.shape[1 if q_batched else 0]
@@ -233,6 +238,11 @@ def _batched(function: Callable[..., Any], of_folded: Callable[..., Any]) -> Cal
         return out, jax.tree.map(lambda _: True, out)
 
     return wrapped
+
+
+def _dims(slopes: Array, batched: Any) -> int:
+    """Dimensions of the slopes of one call of a batched axis."""
+    return slopes.ndim - bool(batched.alibi_slopes)
 
 
 def _one_by_one(function: Callable[..., Any], arguments: Any, batched: Any) -> Any:
@@ -299,7 +309,7 @@ def _sharding_rule(
 
 def _forms(present: Present, results: int) -> list[str]:
     """The dimensions of the arrays of a direction behind the lists: `b` batch elements, `h` and `g` heads."""
-    of_vectors = [form for form, there in zip(("b", "h", "h"), present, strict=True) if there]
+    of_vectors = [form if n == 1 else f"b {form}" for form, n in zip(("b", "h", "h"), present, strict=True) if n]
     # Of a backward: out, lse, dout and dlse.
     of_rows = ["b t h e", "b t h", "b t h e", "b t h"] if results == len(Gradients._fields) else []
     return ["b t h d", "b s g d", "b s g e", *of_rows, *of_vectors]

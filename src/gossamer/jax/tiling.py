@@ -20,7 +20,7 @@ class Vectors(NamedTuple):
 
     key_lengths: Array | None = None  # (B,) int32
     sink_logits: Array | None = None  # (H,) in the type of the arithmetic
-    alibi_slopes: Array | None = None  # (H,) likewise
+    alibi_slopes: Array | None = None  # (H,) or (B, H) likewise
 
 
 class Config(NamedTuple):
@@ -31,6 +31,7 @@ class Config(NamedTuple):
     scale: float
     q_offset: int
     softcap: float | None = None
+    absolute: bool = False  # of ALiBi's distances
 
 
 class Split(NamedTuple):
@@ -235,7 +236,8 @@ def score(config: Config, s: Array, keep: Array, i: Array, j: Array, slopes: Any
         tanh = jnp.tanh(s / s.dtype.type(config.softcap))
         s = tanh * s.dtype.type(config.softcap)
     if slopes is not None:
-        s = s + slopes * (j - (i + config.q_offset)).astype(s.dtype)
+        distance = (j - (i + config.q_offset)).astype(s.dtype)
+        s = s + slopes * (-jnp.abs(distance) if config.absolute else distance)
     return Scored(jnp.where(keep, s, -jnp.inf), tanh)
 
 
@@ -243,14 +245,19 @@ def lengths_of(split: Split, vectors: Vectors, items: Items, tiles: int) -> Arra
     """The key length of each item, (c,)."""
     if vectors.key_lengths is None:
         return None
-    batch = items.row // (tiles * split.lists) * split.batches + items.copy // split.heads
-    return vectors.key_lengths[batch]
+    return vectors.key_lengths[_batch_of(split, items, tiles)]
+
+
+def _batch_of(split: Split, items: Items, tiles: int) -> Array:
+    """The batch element of each item, (c,)."""
+    return items.row // (tiles * split.lists) * split.batches + items.copy // split.heads
 
 
 def slopes_of(split: Split, vectors: Vectors, items: Items, tiles: int) -> Array | None:
     """The slopes of each item's query heads, (c, fold)."""
     if vectors.alibi_slopes is None:
         return None
-    by_list = vectors.alibi_slopes.reshape(split.lists * split.heads, split.fold)
+    slopes = vectors.alibi_slopes
+    by_list = slopes.reshape(*slopes.shape[:-1], split.lists * split.heads, split.fold)
     head = items.row // tiles % split.lists if split.lists > 1 else items.copy % split.heads
-    return by_list[head]
+    return by_list[head] if slopes.ndim == 1 else by_list[_batch_of(split, items, tiles), head]

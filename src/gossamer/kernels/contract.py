@@ -11,7 +11,7 @@ and every gradient. So loads of such rows are cleared, or their products are cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from gossamer.kernels.launch import Direction, Operand, Prepared
@@ -25,6 +25,7 @@ class Scoring(NamedTuple):
     scale: float
     q_offset: int  # position of query row 0
     softcap: float | None = None
+    absolute: bool = False  # of ALiBi's distances
 
 
 class Terms(NamedTuple):
@@ -35,7 +36,13 @@ class Terms(NamedTuple):
     softcap: float | None = None
     key_lengths: Any = None  # (B,) integer: keys j >= key_lengths[b] are not attended
     sink_logits: Any = None  # (H,) float32: adds exp(sink) to the denominator
-    alibi_slopes: Any = None  # (H,) float32: adds slope * (j - i) to the score
+    alibi_slopes: Any = None  # (H,) or (B, H) float32: adds slope * (j - i), or slope * -|i - j|, to the score
+    absolute: bool = False  # of ALiBi's distances
+
+
+def terms_of(scoring: Scoring, vectors: Iterable[Any]) -> Terms:
+    """All score terms of a call."""
+    return Terms(scoring.scale, scoring.q_offset, scoring.softcap, *vectors, absolute=scoring.absolute)
 
 
 class Implementation(Candidate, Protocol):

@@ -33,7 +33,7 @@ class Vectors(NamedTuple):
 
     key_lengths: Any = None  # (B,)
     sink_logits: Any = None  # (H,)
-    alibi_slopes: Any = None  # (H,)
+    alibi_slopes: Any = None  # (H,) or (B, H)
 
 
 VECTORS, NO_VECTORS = Vectors._fields, Vectors()

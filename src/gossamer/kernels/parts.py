@@ -22,6 +22,7 @@ from gossamer.kernels.launch import (
     Operand,
     Prepared,
     Shape,
+    compact,
     compute_dtype,
 )
 from gossamer.patterns import LongNet, Pattern
@@ -118,6 +119,9 @@ class PartitionedCall:
                 self.of[name] = self._heads(name if together else b.copied(name))
         for name in ("sink_logits", "alibi_slopes"):
             if name in b:
+                if len(b[name].shape) == 2:  # of each batch element, which lie one after the other
+                    self.of[name] = b.view(f"{name}_heads", b.contiguous(name), (folded.H,), (1,))
+                    continue
                 vector = Operand(b[name].dtype, (folded.H,), (1,))
                 b.function(Kernel(EDGE, "repeated", (p.B,)), name, returns={f"{name}_heads": vector})
                 self.of[name] = f"{name}_heads"
@@ -179,10 +183,14 @@ class PartitionedCall:
         for name in ("sink_logits", "alibi_slopes"):
             if name in call.problem.score_terms:
                 assert not part.diagonal or run.classes == 1, "a class of a diagonal has heads of its own"
-                (step,) = b[of[name]].strides
-                given[name] = b.view(f"{n}.{name}", of[name], (h.number,), (h.step * step,), h.start * step)
+                *batch, step = b[of[name]].strides
+                start, each = h.start * step, (b[of[name]].shape[0],) * len(batch)
+                if batch and call.b is not None:  # classes of one batch element share its slopes
+                    start, batch, each = start + call.b * batch[0], [], ()
+                given[name] = b.view(f"{n}.{name}", of[name], (*each, h.number), (*batch, h.step * step), start)
         if part.dilation > 1 and "alibi_slopes" in given:
-            vector = Operand(b[given["alibi_slopes"]].dtype, (h.number,), (1,))
+            slopes = b[given["alibi_slopes"]]
+            vector = Operand(slopes.dtype, slopes.shape, compact(slopes.shape))
             kernel = Kernel(EDGE, "scaled", (part.dilation,))
             b.function(kernel, given["alibi_slopes"], returns={f"{n}.slopes": vector})
             given["alibi_slopes"] = f"{n}.slopes"

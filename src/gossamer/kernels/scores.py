@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import Builder
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -18,6 +19,13 @@ def scales(scoring: Scoring) -> tuple[float, float]:
     if scoring.softcap is None:
         return scoring.scale * LOG2E.value, 0.0
     return scoring.scale / scoring.softcap, scoring.softcap * LOG2E.value
+
+
+def alibi(b: Builder, scoring: Scoring) -> int:
+    """The argument `ALIBI`: 0 without slopes; 1 of signed distances, 2 of absolute ones; 2 more of slopes (B, H)."""
+    if "alibi_slopes" not in b:
+        return 0
+    return 1 + scoring.absolute + 2 * (len(b["alibi_slopes"].shape) == 2)
 
 
 @triton.jit
@@ -34,7 +42,8 @@ def tanh(x):
 def score(b_s, scale, cap, slope, distance, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """Base-2 scores of the products q.k, and tanh(s / softcap) for the gradient (or 0).
 
-    `scale` is scale * log2(e), or scale / softcap with a softcap, whose `cap` is softcap * log2(e).
+    `scale` is scale * log2(e), or scale / softcap with a softcap, whose `cap` is softcap * log2(e). `distance` is
+    j - i.
     """
     b_t = b_s
     if SOFTCAP:
@@ -43,6 +52,8 @@ def score(b_s, scale, cap, slope, distance, SOFTCAP: tl.constexpr, ALIBI: tl.con
     else:
         b_s = b_s * scale
     if ALIBI:
+        if ALIBI % 2 == 0:
+            distance = -tl.abs(distance)
         # Rounded once, and alike in both directions: a compiler may fuse either product of a plain sum.
         b_s = tl.fma(distance.to(tl.float32), slope, b_s)
     return b_s, b_t

@@ -12,11 +12,14 @@ from gossamer.kernels.scores import FLOOR, LN2, LOG2E, score
 
 
 @triton.jit
-def head_slope(slopes, i_h, ALIBI: tl.constexpr):
-    """The ALiBi slope of a head, in base 2; 0 without."""
+def head_slope(slopes, i_b, i_h, H, ALIBI: tl.constexpr):
+    """The ALiBi slope of a head, of each batch element where ALIBI is over 2, in base 2; 0 without."""
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes + i_h).to(tl.float32) * LOG2E
+        at = i_h
+        if ALIBI > 2:
+            at = i_b * H + i_h
+        slope = tl.load(slopes + at).to(tl.float32) * LOG2E
     return slope
 
 

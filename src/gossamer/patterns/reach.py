@@ -108,6 +108,11 @@ class Rule(NamedTuple):
         only, *more = self.reaches
         return only if not more and only.step == 1 else None
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a row may see keys after its position."""
+        return any(reach.right is None or reach.right > 0 for reach in self.reaches)
+
     def both(self, other: Rule) -> Rule | None:
         """What both see; None where that takes too many reaches."""
         return _rule(one.both(two) for one in self.reaches for two in other.reaches)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes")
+# "alibi_distance" is there where slopes count |i - j|, which is not what they count without it.
+SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "alibi_distance")
+DISTANCES = ("signed", "absolute")  # of ALiBi: what a slope is multiplied by is j - i, or -|i - j|
 MAX_HEAD = 4096  # of D and of E
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -57,7 +58,8 @@ class Case:
     key_lengths: tuple[int, ...] | None = None
     softcap: float | None = None
     sink_logits: bool = False
-    alibi_slopes: bool = False
+    alibi_slopes: bool | Literal["each"] = False  # "each": (B, H)
+    alibi_distance: Literal["signed", "absolute"] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     tags: frozenset[str] = frozenset()
 
@@ -185,8 +187,17 @@ SMALL = (
     square("sink_logits_empty_rows", 100, lambda: _half_empty(100), "terms", "unkept", sink_logits=True),
     square("alibi", 120, Causal, "terms", H=4, G=2, alibi_slopes=True),
     square(
+        "alibi_ahead", 120, lambda: SlidingWindow(20, 12), "terms", H=4, G=2, alibi_slopes=True,
+        alibi_distance="signed",
+    ),
+    square(
+        "alibi_absolute", 110, lambda: SlidingWindow(30, 25) | CSR.from_pattern(Strided(7, 0), 110, 110), "terms", B=2,
+        H=4, G=2, alibi_slopes="each", alibi_distance="absolute",
+    ),
+    square(
         "all_terms", 110, lambda: SlidingWindow(60) | BigBird(16), "terms", "unkept", B=2, H=4, G=2,
         key_lengths=(110, 64), softcap=5.0, sink_logits=True, alibi_slopes=True,
+        alibi_distance="signed",
     ),
 )  # fmt: skip
 

@@ -111,8 +111,11 @@ def make(
         sinks = torch.randn(case.H, generator=generator, device=where).to(device).requires_grad_(requires_grad)
     if case.alibi_slopes:
         slopes = (2.0 ** -torch.arange(1, case.H + 1, device="cpu")).to(device)
+        if case.alibi_slopes == "each":
+            slopes = torch.stack([slopes / (b + 1) for b in range(case.B)])
     offset = case.K - case.Q if case.q_offset is None else case.q_offset
-    terms = Terms(case.D**-0.5, offset, case.softcap, lengths, sinks, slopes)
+    absolute = case.alibi_distance == "absolute"
+    terms = Terms(case.D**-0.5, offset, case.softcap, lengths, sinks, slopes, absolute)
     return Inputs(case.pattern() if pattern is None else pattern, q, k, v, terms, draw(case.H, case.Q, case.E))
 
 
@@ -133,6 +136,7 @@ def problem_of(case: Case, dtype: str, device: str = "cpu", *, backward: bool = 
     named = ("key_lengths", "softcap")
     terms = {name for name in named if getattr(case, name) is not None}
     terms |= {name for name in ("sink_logits", "alibi_slopes") if getattr(case, name)}
+    terms |= {"alibi_distance"} if case.alibi_distance == "absolute" else set()
     terms |= {"q_offset"} if case.q_offset not in (None, case.K - case.Q) else set()
     chip = chip_of(torch.device("cuda", torch.cuda.current_device()))._asdict() if device == "cuda" else {}
     c = case

@@ -33,7 +33,7 @@ from gossamer.torch.request import (
 )
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, describe, is_bshd, is_handle, options_of, unbatched
+from gossamer.torch.validate import BHND, Distance, Layout, Lengths, describe, is_bshd, is_handle, options_of, unbatched
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -45,7 +45,7 @@ def attention(
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, alibi_distance: Distance | None = None,
     return_lse: Literal[False] = False, merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> Tensor: ...  # fmt: skip
@@ -57,7 +57,7 @@ def attention(
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, alibi_distance: Distance | None = None,
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -69,7 +69,7 @@ def attention(
     pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
     scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, alibi_distance: Distance | None = None,
     return_lse: bool, merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -88,6 +88,7 @@ def attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    alibi_distance: Distance | None = None,
     return_lse: bool = False,
     merge: str | None = None,
     implementation: str | None = None,
@@ -133,7 +134,11 @@ def attention(
         softcap: scores become softcap * tanh(score / softcap).
         sink_logits: (H,), any float type, differentiable; exp(sink) joins the denominator and lse. An empty row's lse
             is the sink.
-        alibi_slopes: (H,), any float type, constant; slope * (j - i) is added to the scores.
+        alibi_slopes: (H,), or (B, H), any float type, constant; slope * (j - i) is added to the scores.
+        alibi_distance: how slopes count keys after the query, j > i, of which two forms are published: "signed" adds
+            slope * (j - i), which favours keys further ahead, "absolute" -slope * |i - j|, as flash-attn does. For keys
+            up to the query both are the same. It has to be given where the pattern keeps keys after the query, and with
+            masks and layouts, which are not looked into, unless no key is after the first query (q_offset >= K - 1).
         return_lse: also return lse (B, H, Q), the natural logarithm of the denominators, differentiable; float32,
             or float64 for float64 inputs.
         merge: None is one softmax over all pairs that `pattern` keeps. "lse" attends to each term of a union `a | b`,
@@ -183,7 +188,7 @@ def attention(
         return _merged(
             q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_starts=key_starts,
             key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
-            implementation=implementation, deterministic=deterministic, layout=layout,
+            alibi_distance=alibi_distance, implementation=implementation, deterministic=deterministic, layout=layout,
         )  # fmt: skip
     key = None
     if not compiling:
@@ -195,7 +200,8 @@ def attention(
             sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
             vectors = Vectors(key_lengths, sink_logits, alibi_slopes)
         options = scale, q_offset, softcap, implementation, deterministic
-        key = None if key_starts is not None else key_of(q, k, v, which, *options, vectors, bshd)
+        if key_starts is None and (vectors or alibi_distance is None):
+            key = key_of(q, k, v, which, *options, vectors, bshd, alibi_distance)
         call: Any = None if key is None else known.get(key)
         if call is None and key is not None and q.ndim == 4 and q.shape[1 if bshd else 2] == 1:
             call = growing_call(q, k, v, which, *options, vectors, bshd)
@@ -205,7 +211,7 @@ def attention(
     request = request_of(
         q, k, v, pattern, scale=scale, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
         softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
-        deterministic=deterministic, bshd=bshd,
+        deterministic=deterministic, bshd=bshd, alibi_distance=alibi_distance,
     )  # fmt: skip
     out, lse = _run(request, None if request.expanded else key)
     return (out, lse) if return_lse else out

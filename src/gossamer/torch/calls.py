@@ -39,6 +39,7 @@ from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
     DataLayout,
+    check_distances,
     check_rows,
     check_sizes,
     data_layout,
@@ -136,6 +137,7 @@ class Call:
         self.plan = plan_for(a, attended.geometry, request.keys)
         self.scoring = scoring_of(a, self.plan.problem.K)
         check_rows(self.plan.problem, self.scoring, attended.handle)
+        check_distances(a, self.scoring, attended.handle)
         check_sizes(a, attended.handle)
         self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from gossamer.torch.decoding import for_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
+    check_distances,
     check_rows,
     check_sizes,
     data_layout,
@@ -38,7 +39,7 @@ from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of, results_in_bshd
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, cast_type, describe, is_bshd, is_handle
+from gossamer.torch.validate import BHND, Distance, Layout, Lengths, cast_type, describe, is_bshd, is_handle
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -277,6 +278,7 @@ def explain(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    alibi_distance: Distance | None = None,
     return_lse: bool = False,
     merge: str | None = None,
     implementation: str | None = None,
@@ -319,6 +321,7 @@ def explain(
         q, k, v, pattern if reordered is None else reordered.inner, scale=scale, q_offset=q_offset,
         key_starts=key_starts, key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits,
         alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic, bshd=is_bshd(layout),
+        alibi_distance=alibi_distance,
     )  # fmt: skip
     if reordered is not None:
         check_order(reordered, request.arguments.q, request.arguments.k, request.arguments.key_lengths, alibi_slopes)
@@ -332,6 +335,7 @@ def explain(
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     check_rows(p, scoring, attended.handle)
+    check_distances(a, scoring, attended.handle)
     check_sizes(a, attended.handle)
     actual = problem_of(a, attended.geometry)
     if actual.empty:

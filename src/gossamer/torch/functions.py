@@ -62,8 +62,8 @@ def repeated(times: int, x: Tensor) -> Tensor:
 
 
 def scaled(factor: float, x: Tensor) -> Tensor:
-    """An array times a number."""
-    return x * factor
+    """An array times a number, contiguous."""
+    return (x * factor).contiguous()
 
 
 def sums_of_groups(x: Tensor, result: Tensor) -> None:

@@ -25,7 +25,8 @@ from gossamer.torch.validate import Arguments, options_of, validate
 _OPTIONS = (
     "Tensor[] layout, SymInt[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, "
     "Tensor? key_lengths, Tensor? sink_logits, Tensor? alibi_slopes, float? scale, float? softcap, "
-    "str? implementation, bool deterministic, bool backward, bool bshd, bool counted=False, bool made=False"
+    "str? implementation, bool deterministic, bool backward, bool bshd, bool counted=False, bool made=False, "
+    "str? alibi_distance=None"
 )
 
 library = torch.library.Library("gossamer", "DEF")

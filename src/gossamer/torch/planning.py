@@ -21,6 +21,8 @@ from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
 from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
+from gossamer.patterns.ahead import keeps_ahead
+from gossamer.patterns.grid import Sizes
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.validate import show
 from gossamer.plan.choice import choose
@@ -89,7 +91,10 @@ def chip_of(device: torch.device) -> Chip:
 def problem_of(a: Arguments, geometry: tuple[int, ...]) -> Problem:
     """The static facts of a call."""
     q, k = a.q, a.k
-    terms = {name for name in SCORE_TERMS if name != "q_offset" and getattr(a, name) is not None}
+    tensors_and_numbers = set(SCORE_TERMS) - {"q_offset", "alibi_distance"}
+    terms = {name for name in tensors_and_numbers if getattr(a, name) is not None}
+    if a.alibi_distance == "absolute":
+        terms.add("alibi_distance")
     if a.q_offset not in (None, k.shape[2] - q.shape[2]):
         terms.add("q_offset")
     chip = chip_of(q.device)._asdict() if q.device.type == "cuda" else {}
@@ -112,6 +117,7 @@ def scoring_of(a: Arguments, K: int) -> Scoring:
         a.q.shape[3] ** -0.5 if a.scale is None else float(a.scale),
         K - a.q.shape[2] if a.q_offset is None else a.q_offset,
         None if a.softcap is None else float(a.softcap),
+        a.alibi_distance == "absolute",
     )
 
 
@@ -130,6 +136,26 @@ def check_rows(problem: Problem, scoring: Scoring, handle: int) -> None:
     raise ValueError(
         f"q_offset must be left out with {which}, whose rows are counted from 0, not by their positions; "
         f"got {scoring.q_offset}"
+    )
+
+
+def check_distances(a: Arguments, scoring: Scoring, handle: int) -> None:
+    """Raise ValueError where slopes meet a key after its query, and nothing says how they count it.
+
+    Args:
+        handle: of a pattern, or -1 for a mask or a layout, of which only the sizes say that there is no such key.
+    """
+    if a.alibi_slopes is None or a.alibi_distance is not None:
+        return
+    Q, K = a.q.shape[2], a.k.shape[2]
+    if scoring.q_offset >= K - 1:
+        return
+    if handle >= 0 and not keeps_ahead(pattern_of(handle), Sizes(Q, K, scoring.q_offset)):
+        return
+    which = f"{show(pattern_of(handle))}, which keeps" if handle >= 0 else "a mask or a layout, which may keep"
+    raise ValueError(
+        f'alibi_distance must be "signed", slope * (j - i), or "absolute", -slope * |i - j|, with {which} keys after '
+        f"the query (j > i): both are published; got None"
     )
 
 

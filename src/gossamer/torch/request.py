@@ -42,6 +42,7 @@ from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
 from gossamer.torch.validate import (
     Arguments,
+    check_distance,
     check_types,
     describe,
     four_dimensional,
@@ -103,7 +104,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) 
 
 def key_of(
     q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, softcap: Any, implementation: Any,
-    deterministic: bool, vectors: Vectors | tuple[()] = (), bshd: bool = False,
+    deterministic: bool, vectors: Vectors | tuple[()] = (), bshd: bool = False, alibi_distance: Any = None,
 ) -> Key | None:  # fmt: skip
     """What tells calls apart: shapes, strides, types, devices, the pattern and the options.
 
@@ -132,6 +133,10 @@ def key_of(
             if facts is None:
                 return None
             more += facts
+            if alibi_distance is not None:
+                if type(alibi_distance) is not str or vectors.alibi_slopes is None:
+                    return None  # which is refused
+                more += (alibi_distance,)
             sinks = vectors.sink_logits
     return (
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -190,6 +195,7 @@ class Request(NamedTuple):
         return (
             t.handle, t.geometry, len(t.data), *facts, alignment(*(x for x in tensors if x is not None)), a.q_offset,
             a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made,
+            a.alibi_distance,
         )  # fmt: skip
 
     @property
@@ -227,7 +233,7 @@ def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> di
 def request_of(
     q: Any, k: Any, v: Any, pattern: Any, *, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any,
     sink_logits: Any, alibi_slopes: Any, implementation: Any, deterministic: Any, bshd: bool = False,
-    key_starts: Any = None,
+    key_starts: Any = None, alibi_distance: Any = None,
 ) -> Request:  # fmt: skip
     """The request of a call of `attention`, whose values are checked later, with its key.
 
@@ -242,6 +248,7 @@ def request_of(
     key_lengths, sink_logits, alibi_slopes = lengths(key_lengths, q), wide(sink_logits, q), slopes(alibi_slopes, q)
     key_starts = lengths(key_starts, q, "key_starts")
     check_types(q, k, v, scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, implementation, key_starts)
+    check_distance(alibi_distance, alibi_slopes)
     deterministic, dims = is_deterministic(deterministic), q.ndim
     q, of_keys, of_values = four_dimensional(q, k, v, bshd)
     k, v = of_batch(of_keys, q.shape[0]), of_batch(of_values, q.shape[0])
@@ -250,7 +257,7 @@ def request_of(
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, sink_logits)
     a = Arguments(
         q, k, v, host, offset_tensor, key_lengths, sink_logits, alibi_slopes, scale, softcap, implementation,
-        deterministic, backward, bshd, counted=not _recorded(), dims=dims,
+        deterministic, backward, bshd, counted=not _recorded(), dims=dims, alibi_distance=alibi_distance,
     )  # fmt: skip
     if asks_for_structure(pattern, q_offset, key_starts):
         if is_handle(pattern) and not torch.compiler.is_compiling():

@@ -14,12 +14,13 @@ from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns import Pattern
 from gossamer.patterns.validate import show
-from gossamer.plan.problem import MAX_HEAD, most_offset, within_positions
+from gossamer.plan.problem import DISTANCES, MAX_HEAD, most_offset, within_positions
 from gossamer.plan.table import NAMES
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 Layout = Literal["bhnd", "bshd"]  # how q, k, v and out lie: (B, heads, positions, size) or (B, positions, heads, size)
 BHND: Layout = "bhnd"
+Distance = Literal["signed", "absolute"]  # of `alibi_distance`
 Lengths = Tensor | Sequence[int]  # key_lengths as they may be given
 
 OTHER_LAYOUT = (
@@ -51,6 +52,7 @@ class Arguments(NamedTuple):
     bshd: bool = False
     counted: bool = False  # torch counts what is written to the data that say what is attended, as it does eagerly
     made: bool = False  # these are a layout that the call made itself
+    alibi_distance: str | None = None  # of DISTANCES; None: no key is after its query
     dims: int = 4  # of the q, k and v that were given, for messages
 
 
@@ -58,7 +60,7 @@ def options_of(a: Arguments) -> tuple[Any, ...]:
     """All but q, k and v, in the order of the operators."""
     return (
         a.q_offset, a.q_offset_tensor, a.key_lengths, a.sink_logits, a.alibi_slopes, a.scale, a.softcap,
-        a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made,
+        a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made, a.alibi_distance,
     )  # fmt: skip
 
 
@@ -197,6 +199,23 @@ def check_types(
             raise ValueError(f"{name} must be a number of at most 2**53; got {describe(x)}")
 
 
+def check_distance(alibi_distance: Any, alibi_slopes: Any) -> None:
+    """Raise ValueError unless it says how slopes count, or nothing.
+
+    Args:
+        alibi_slopes: of the call.
+    """
+    if alibi_distance is None:
+        return
+    if not isinstance(alibi_distance, str) or alibi_distance not in DISTANCES:
+        raise ValueError(
+            'alibi_distance must be "signed", slope * (j - i), "absolute", -slope * |i - j|, or None; '
+            f"got {describe(alibi_distance)}"
+        )
+    if alibi_slopes is None:
+        raise ValueError(f"alibi_distance must be None without alibi_slopes; got {describe(alibi_distance)}")
+
+
 def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
     """(right, argument, value given, what it must do); each may rely on the ones before it."""
     q, k, v = a.q, a.k, a.v
@@ -243,7 +262,10 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         if vector is None:
             continue
         dtypes = INTEGERS if name == "key_lengths" else floats
-        yield vector.shape == (size,), name, vector, f"have shape ({letter},) = ({size},)"
+        shapes, wanted = [(size,)], f"have shape ({letter},) = ({size},)"
+        if name == "alibi_slopes":
+            shapes, wanted = [(H,), (B, H)], f"{wanted}, or (B, H) = {(B, H)}"
+        yield vector.shape in shapes, name, vector, wanted
         yield vector.dtype in dtypes, name, vector, f"be {of_lengths if name == 'key_lengths' else accepted}"
         yield vector.device == q.device, name, vector, f"be a tensor on q's device, {q.device}"
     yield (

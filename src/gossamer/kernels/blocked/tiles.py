@@ -177,6 +177,8 @@ class Scorer:
             rows = torch.arange(self.block_q, device=device)
             i = row_tile[:, None] * self.block_q + rows + self.terms.q_offset
             distance = (j[:, None, :] - i[:, :, None]).to(s.dtype)
-            s.addcmul_(distance, self.terms.alibi_slopes.to(s)[h][:, None, None], value=LOG2E)
+            distance = distance.abs_().neg_() if self.terms.absolute else distance
+            slopes = self.terms.alibi_slopes.to(s).expand(self.p.B, self.p.H)[b, h]
+            s.addcmul_(distance, slopes[:, None, None], value=LOG2E)
         if self.terms.key_lengths is not None:
             s.masked_fill_((j >= self.terms.key_lengths.to(device)[b][:, None])[:, None, :], -torch.inf)

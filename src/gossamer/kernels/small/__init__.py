@@ -33,7 +33,7 @@ class Small:
         max_head_dim=256,
         max_float32_head_dim=128,  # more does not fit the shared memory of sm_89
         min_sm=80,
-        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "alibi_distance"}),
         max_pairs=MOST_PAIRS,
         max_walk=MOST_POSITIONS,
         tiles=frozenset(),

@@ -77,13 +77,13 @@ def forward_kernel(
     packed_mask,  # (Bl, Hl, Q, 4 ceil(K / 128)), or None: every pair
     lengths,  # (B,) or None
     sinks,  # (H,) or None
-    slopes,  # (H,) or None
+    slopes,  # (H,) or (B, H), or None
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     mask_b,  # distance of two batch elements' and of two heads' masks, 0 where they share
     mask_h, Q, K, q_offset, scale, cap, H,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
     ONE_ROW: tl.constexpr,  # the grid is one row of programs
 ):  # fmt: skip
     """out and lse of R query rows of one head, C keys at a time."""
@@ -105,7 +105,7 @@ def forward_kernel(
     if packed_mask is not None:
         packed_mask += b64 * mask_b + h64 * mask_h
     end = end_of_keys(lengths, i_b, K, lengths is not None)
-    slope = head_slope(slopes, i_h, slopes is not None)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
     b_l, b_m = start_rows(sinks, i_h, True, R, sinks is not None)
@@ -114,7 +114,7 @@ def forward_kernel(
         b_k = load_rows(k, stride_kn, start + o_c, K, D, BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
-        b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
+        b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
         b_s = tl.where(m_keep, b_s, float("-inf"))
         b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
         b_v = load_rows(v, stride_vn, start + o_c, end, E, BLOCK_E)
@@ -151,7 +151,7 @@ def backward_kernel(
     mask_b, mask_h, Q, K, q_offset, scale, cap, plain_scale, H,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
     ONE_ROW: tl.constexpr,  # the grid is one row of programs
 ):  # fmt: skip
     """dk and dv of C keys by the first programs of a batch element, dq of R queries by the rest."""
@@ -182,7 +182,7 @@ def backward_kernel(
             i_h = i_g * GROUP + member
             h64 = i_h.to(tl.int64)
             i_bh = b64 * H + h64
-            slope = head_slope(slopes, i_h, slopes is not None)
+            slope = head_slope(slopes, i_b, i_h, H, ALIBI)
             own = packed_mask
             if packed_mask is not None:
                 own += b64 * mask_b + h64 * mask_h
@@ -200,7 +200,7 @@ def backward_kernel(
                 b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
                 distance = (start + o_c)[:, None] - (o_r + q_offset)[None, :]
                 b_p, b_t = probability(
-                    b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, slopes is not None
+                    b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, ALIBI
                 )
                 b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
                 if packed_mask is not None or lengths is not None:
@@ -216,7 +216,7 @@ def backward_kernel(
         h64 = i_h.to(tl.int64)
         i_bh = b64 * H + h64
         o_r = (pid - key_programs) % n_q * R + o_row
-        slope = head_slope(slopes, i_h, slopes is not None)
+        slope = head_slope(slopes, i_b, i_h, H, ALIBI)
         if packed_mask is not None:
             packed_mask += b64 * mask_b + h64 * mask_h
         b_q = load_rows(q + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
@@ -234,7 +234,7 @@ def backward_kernel(
             b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
             distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
             b_p, b_t = probability(
-                b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, False, False, SOFTCAP, slopes is not None
+                b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, False, False, SOFTCAP, ALIBI
             )
             # Not P: dP of a pair that is not kept may be NaN.
             b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP), 0.0)

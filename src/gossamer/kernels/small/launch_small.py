@@ -11,7 +11,7 @@ from gossamer.kernels import relaunch
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.relaunch import Programs, padded, strides
-from gossamer.kernels.scores import scales
+from gossamer.kernels.scores import alibi, scales
 from gossamer.kernels.small.kernels import backward_kernel, forward_kernel
 from gossamer.plan.problem import Problem
 
@@ -65,7 +65,7 @@ def constants(b: Builder, p: Problem, tile: Tile, scoring: Scoring) -> dict[str,
         "BLOCK_D": padded(p.D), "BLOCK_E": padded(p.E), "R": tile.R, "C": tile.C,
         # float32 as three of TF32, which rounds as float32 does.
         "PRECISION": "tf32x3" if p.dtype == "float32" else "ieee", "ONE_ROW": one_row(p), "scale": scale, "cap": cap,
-        "SOFTCAP": scoring.softcap is not None,
+        "SOFTCAP": scoring.softcap is not None, "ALIBI": alibi(b, scoring),
     }  # fmt: skip
 
 

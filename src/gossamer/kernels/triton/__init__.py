@@ -41,7 +41,7 @@ class Triton:
         dtypes=frozenset({"float16", "bfloat16", "float32"}),
         max_head_dim=4096,
         min_sm=80,
-        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes"}),
+        score_terms=frozenset({"q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "alibi_distance"}),
         gathers=GATHERS,
     )
 

@@ -9,7 +9,7 @@ from gossamer.kernels import relaunch
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import padded, strides
-from gossamer.kernels.scores import scales
+from gossamer.kernels.scores import alibi, scales
 from gossamer.plan.problem import Problem
 
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
@@ -56,15 +56,15 @@ def vector(b: Builder, name: str, unread: str | None) -> str | None:
 def terms(b: Builder, p: Problem, scoring: Scoring, unread: str | None) -> dict[str, Any]:
     """Sizes and score terms; `unread` stands for arrays that a call has not."""
     scale, cap = scales(scoring)
-    softcap, alibi = scoring.softcap is not None, "alibi_slopes" in b
+    softcap, slopes = scoring.softcap is not None, alibi(b, scoring)
     return {
         "H": p.H, "G": p.G, "Q": p.Q, "K": p.K, "D": p.D, "E": p.E, "GROUP": p.H // p.G, "BLOCK_D": padded(p.D),
         "BLOCK_E": padded(p.E), "unread": unread, "lengths": vector(b, "key_lengths", unread),
         "slopes": vector(b, "alibi_slopes", unread), "q_offset": scoring.q_offset, "scale": scale, "cap": cap,
         "plain_scale": float(scoring.scale),
         # One multiply-add takes the products to the exponent; the maximum commutes with a positive scale alone.
-        "FOLD": scoring.scale > 0 and not softcap and not alibi,
-        "SOFTCAP": softcap, "ALIBI": alibi, "LENGTHS": "key_lengths" in b, "SINK": "sink_logits" in b,
+        "FOLD": scoring.scale > 0 and not softcap and not slopes,
+        "SOFTCAP": softcap, "ALIBI": slopes, "LENGTHS": "key_lengths" in b, "SINK": "sink_logits" in b,
     }  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class Variant:
     group: int = 1
     modes: tuple[str, ...] = KINDS
     contiguous: tuple[str, ...] = ()
-    terms: tuple[str, ...] = ()  # of softcap, alibi, sink, lengths
+    terms: tuple[str, ...] = ()  # of softcap, sink, lengths
+    alibi: int = 0  # as `scores.alibi` gives it
     splits_rows: bool = True
     clear: bool = True
     tile: tuple[int, int] = (128, 128)
@@ -82,15 +83,16 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         "HAS_ITEMS": True,
         "CLEAR": variant.clear,
         "HAS_SLOTS": variant.splits_rows,
-        "FOLD": not {"softcap", "alibi"} & set(variant.terms),
+        "FOLD": "softcap" not in variant.terms and not variant.alibi,
         "PRECISION": config.precision,
         "TMA": config.tma,
     }
     for mode in KINDS:
         constants[f"HAS_{mode.upper()}"] = mode in variant.modes
         constants[f"{mode.upper()}_CONTIGUOUS"] = mode in variant.contiguous
-    for term in ("softcap", "alibi", "sink", "lengths"):
+    for term in ("softcap", "sink", "lengths"):
         constants[term.upper()] = term in variant.terms
+    constants["ALIBI"] = variant.alibi
     signature, attributes = {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in constants:

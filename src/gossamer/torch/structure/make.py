@@ -75,9 +75,12 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
             "alibi_slopes must be None with a q_offset of (B,): distances need one offset for all batch elements"
         )
     # The layout holds positions; ALiBi's distances are counted by the kernel.
-    keep = a.alibi_slopes is not None
+    keep, distance = a.alibi_slopes is not None, a.alibi_distance
+    if keep and distance is None and not structure.rule.ahead:
+        distance = "signed"  # as it would be by "absolute"
     rest = a._replace(
-        q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None, made=True
+        q_offset=a.q_offset if keep else None, q_offset_tensor=offset if keep else None, key_lengths=None, made=True,
+        alibi_distance=distance,
     )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
@@ -246,7 +249,7 @@ def known_tile(a: Arguments, block: int | None) -> Tile:
     """
     tensors = (a.q, a.k, a.v, a.sink_logits, a.alibi_slopes, a.q_offset_tensor)
     facts = [None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
-    key = block, *facts, a.scale, a.softcap, a.q_offset, a.implementation, a.deterministic, a.backward
+    key = block, *facts, a.scale, a.softcap, a.q_offset, a.implementation, a.deterministic, a.backward, a.alibi_distance
     found = _tiles.get(key)
     if found is None:
         validate(a)
@@ -268,6 +271,7 @@ def tile_of(a: Arguments, block: int | None) -> Tile:
     few, wide = _known_range(a.q.shape[2], QUERIES), _in_range(max(a.q.shape[3], a.v.shape[3]), SIZES)
     cap = None if a.softcap is None else _in_range(a.softcap, SOFTCAPS)
     terms = ["sink_logits"] * (a.sink_logits is not None) + ["alibi_slopes"] * (a.alibi_slopes is not None)
+    terms += ["alibi_distance"] * (a.alibi_distance == "absolute")
     block_q, block_kv = _tile_of_facts(
         few, wide, dtype, device, " ".join(terms), cap, a.implementation, a.deterministic
     )

@@ -23,7 +23,7 @@ def forward_kernel(
     lse,  # (B, H, Q)
     lengths,  # (B,)
     sinks,  # (H,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part_acc,  # (copies, slots, TILE_ROWS, E)
     part_ml,  # (copies, slots, 2, TILE_ROWS)
     items,
@@ -70,7 +70,7 @@ def forward_kernel(
         v += b64 * stride_vb + i_g.to(tl.int64) * stride_vh
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
     b_l, b_m = start_rows(sinks, i_h, begin == 0, R, SINK)
-    slope = head_slope(slopes, i_h, ALIBI)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     o_position = o_r + q_offset
 

@@ -23,7 +23,7 @@ def dkdv_kernel(
     dk,  # (B, G, K, D)
     dv,  # (B, G, K, E)
     lengths,  # (B,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part_dk,  # (copies, slots, TILE_ROWS, D)
     part_dv,  # (copies, slots, TILE_ROWS, E)
     items,
@@ -88,7 +88,7 @@ def dkdv_kernel(
             dout_head = dout + b64 * stride_gb + h64 * stride_gh
         lse_head = row_terms + (b64 * H + h64) * padded_Q
         delta_head = lse_head + delta_offset
-        slope = head_slope(slopes, i_h, ALIBI)
+        slope = head_slope(slopes, i_b, i_h, H, ALIBI)
         before = begin * 0
         b_lo = o_r
         b_hi = o_r

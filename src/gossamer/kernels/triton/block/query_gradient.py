@@ -22,7 +22,7 @@ def dq_kernel(
     row_terms,  # (2, B, H, padded Q): lse in base 2, delta
     dq,  # (B, H, Q, D)
     lengths,  # (B,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part,  # (copies, slots, TILE_ROWS, D)
     items,
     full_starts, full_counts, full_indices,
@@ -68,7 +68,7 @@ def dq_kernel(
         k += b64 * stride_kb + i_g.to(tl.int64) * stride_kh
         v += b64 * stride_vb + i_g.to(tl.int64) * stride_vh
     b_dq = tl.zeros([R, BLOCK_D], tl.float32)
-    slope = head_slope(slopes, i_h, ALIBI)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     o_position = o_r + q_offset
 

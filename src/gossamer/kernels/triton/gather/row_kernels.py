@@ -45,7 +45,7 @@ def rows_forward_kernel(
     lse,  # (B, H, Q)
     lengths,  # (B,)
     sinks,  # (H,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part_acc,  # (copies, slots, E)
     part_ml,  # (copies, slots, 2)
     items, longest, indices,
@@ -72,7 +72,7 @@ def rows_forward_kernel(
     b_q = load_pieces(q_base, row.to(tl.int64) * stride_qn, D, SD, True)
     b_acc = zeros(RP, E, SE)
     b_l, b_m = start_rows(sinks, i_h, part == 0, RP, SINK)
-    slope = head_slope(slopes, i_h, ALIBI)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row + q_offset
     left = end - begin
@@ -134,7 +134,7 @@ def rows_dq_kernel(
     row_terms,  # (2, B, H, padded Q): lse in base 2, delta
     dq,  # (B, H, Q, D)
     lengths,  # (B,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part,  # (copies, slots, D)
     items, longest, indices,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh,
@@ -164,7 +164,7 @@ def rows_dq_kernel(
     b_lse = tl.load(row_terms + o_row)
     b_delta = tl.load(row_terms + delta_offset + o_row)
     b_dq = zeros(RP, D, SD)
-    slope = head_slope(slopes, i_h, ALIBI)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row + q_offset
     left = end - begin
@@ -213,7 +213,7 @@ def rows_dkdv_kernel(
     dk,  # (B, heads, K, D), heads = H / MEMBERS
     dv,  # (B, heads, K, E)
     lengths,  # (B,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part_dk,  # (copies, slots, D)
     part_dv,  # (copies, slots, E)
     items, longest, indices,
@@ -255,7 +255,7 @@ def rows_dkdv_kernel(
         q_base = q + of_row(b64 * stride_qb + q64 * stride_qh, SHARED) + o_d
         dout_base = dout + of_row(b64 * stride_gb + q64 * stride_gh, SHARED) + o_e
         terms = row_terms + (b64 * (heads * MEMBERS) + q64) * padded_Q
-        slope = head_slope(slopes, i_q, ALIBI)
+        slope = head_slope(slopes, i_b, i_q, heads * MEMBERS, ALIBI)
         left = count
         pointers = indices + begin
         first = first_listed(pointers, left)

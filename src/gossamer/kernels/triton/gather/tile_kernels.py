@@ -88,7 +88,7 @@ def tiles_forward_kernel(
     lse,  # (B, H, Q)
     lengths,  # (B,)
     sinks,  # (H,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part_acc,  # (copies, slots, R, E)
     part_ml,  # (copies, slots, 2, R)
     items,
@@ -116,7 +116,7 @@ def tiles_forward_kernel(
     v += b64 * stride_vb + g64 * stride_vh
     b_acc = tl.zeros([R, BLOCK_E], tl.float32)
     b_l, b_m = start_rows(sinks, i_h, part == 0, R, SINK)
-    slope = head_slope(slopes, i_h, ALIBI)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row_start + o_r + q_offset
 
@@ -160,7 +160,7 @@ def tiles_dq_kernel(
     row_terms,  # (2, B, H, padded Q): lse in base 2, delta
     dq,  # (B, H, Q, D)
     lengths,  # (B,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part,  # (copies, slots, R, D)
     items,
     indices, bits,
@@ -188,7 +188,7 @@ def tiles_dq_kernel(
     k += b64 * stride_kb + g64 * stride_kh
     v += b64 * stride_vb + g64 * stride_vh
     b_dq = tl.zeros([R, BLOCK_D], tl.float32)
-    slope = head_slope(slopes, i_h, ALIBI)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     key_end = end_of_keys(lengths, i_b, K, LENGTHS)
     position = row_start + o_r + q_offset
 
@@ -228,7 +228,7 @@ def tiles_dkdv_kernel(
     dk,  # (B, heads, K, D), heads = H / MEMBERS
     dv,  # (B, heads, K, E)
     lengths,  # (B,)
-    slopes,  # (H,)
+    slopes,  # (H,) or (B, H)
     part_dk,  # (copies, slots, R, D)
     part_dv,  # (copies, slots, R, E)
     items,
@@ -266,7 +266,7 @@ def tiles_dkdv_kernel(
         q_head = q + b64 * stride_qb + q64 * stride_qh
         dout_head = dout + b64 * stride_gb + q64 * stride_gh
         lse_head = row_terms + (b64 * (heads * MEMBERS) + q64) * padded_Q
-        slope = head_slope(slopes, i_q, ALIBI)
+        slope = head_slope(slopes, i_b, i_q, heads * MEMBERS, ALIBI)
         i = listed(indices, begin, end, C)
         for chunk in range(begin, end):
             m_keep = gathered_bits(bits, chunk, R, C)

@@ -49,7 +49,7 @@ def products_kernel(
     hi,  # (leads, Q)
     pool,
     lengths,  # (B,) or None
-    slopes,  # (H,) or None
+    slopes,  # (H,) or (B, H), or None
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     H, Q, K, q_offset, slots,
     lead_b,  # leads between two batch elements, and between two heads; 0 where they share
@@ -57,7 +57,7 @@ def products_kernel(
     scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """R x C pairs of one listed tile: their scores, or P and dS."""
     slot = tl.program_id(0) % slots
@@ -95,9 +95,9 @@ def products_kernel(
         WORDS: tl.constexpr = TILE_COLUMNS // 32
         masks = pool + entry.to(tl.int64) * (TILE_ROWS * WORDS) + sub_r * WORDS + sub_c // 32
         m_keep = m_keep & bits_mask(masks + tl.arange(0, R) * WORDS, o_c, 1, C)
-    slope = head_slope(slopes, i_h, slopes is not None)
+    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
     distance = (key + o_c)[None, :] - (o_r + q_offset)[:, None]
-    b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, slopes is not None)
+    b_s, b_t = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
     place = (i_bh * slots + slot) * (TILE_ROWS * TILE_COLUMNS)
     place += (sub_r + tl.arange(0, R))[:, None] * TILE_COLUMNS + (sub_c + o_c)[None, :]
     if BACKWARD:
