@@ -47,18 +47,29 @@ def laid_out(where: str, x: Tensor) -> Tensor:
 
 
 def vector(given: Vector, device: str) -> Tensor:
-    """The tensor (B,) or (H,) of some values, as it lies in memory; an expanded one repeats the first value."""
+    """The tensor (B,), (H,) or (B, H) of some values, as it lies in memory; an expanded one repeats the first."""
     values = torch.tensor(given.values, dtype=given.dtype)
     n = len(values)
     if given.place == "expanded":
-        return values[:1].to(device).expand(n)
+        return values[:1].to(device).expand(values.shape)
     if given.place == "strided":
-        room = torch.zeros(2 * n, dtype=given.dtype)
+        room = torch.zeros(2 * n, *values.shape[1:], dtype=given.dtype)
         room[::2] = values
         return room.to(device)[::2]
     if given.place == "unaligned":
-        return torch.cat([values.new_zeros(1), values]).to(device)[1:]
+        return torch.cat([values.new_zeros(1), values.flatten()]).to(device)[1:].view(values.shape)
     return values.to(device)
+
+
+def scale_of(c: Call) -> Any:
+    """The argument `scale`: a number, or a tensor that is read, learned, or constant in the type of the inputs."""
+    if not c.scale_tensor:
+        return c.scale
+    if c.scale_tensor == "read":
+        return torch.tensor(c.scale, dtype=torch.float64)
+    dtype = torch.float32 if c.dtype != torch.float64 else torch.float64
+    scale = torch.tensor(c.scale, dtype=dtype, device=c.device)
+    return torch.nn.Parameter(scale) if c.scale_tensor == "learned" else scale
 
 
 class PatternArgument(NamedTuple):
@@ -128,6 +139,9 @@ def make_mistake(c: Call, arguments: dict[str, Any]) -> None:
         "lengths for another batch": {"key_lengths": torch.ones(B + 1, dtype=torch.int32, device=c.device)},
         "slopes for another head": {"alibi_slopes": torch.ones(H + 1, device=c.device)},
         "slopes that require grad": {"alibi_slopes": torch.ones(H, device=c.device).requires_grad_()},
+        "a distance without slopes": {"alibi_slopes": None, "alibi_distance": "signed"},
+        "a distance of text": {"alibi_slopes": torch.ones(H, device=c.device), "alibi_distance": "both"},
+        "scale of a vector": {"scale": torch.ones(H, device=c.device)},
         "sinks on integers": {"sink_logits": torch.ones(H, dtype=torch.int64, device=c.device)},
         "q_offset of 2**31": {"q_offset": 2**31},
         "q_offset of 0.5": {"q_offset": 0.5},

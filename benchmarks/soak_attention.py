@@ -13,7 +13,7 @@ from typing import Any
 
 import soak_oracle as oracle
 import torch
-from soak_arguments import laid_out, make_mistake, offset_of, pattern_argument, unbatched, vector
+from soak_arguments import laid_out, make_mistake, offset_of, pattern_argument, scale_of, unbatched, vector
 from soak_calls import Call, draw, refusal, refusals
 from soak_oracle import Terms
 from soak_run import IN_PARTS, Outcome, begun, outcome_of
@@ -64,8 +64,10 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         whole = [torch.randn(s, generator=generator, dtype=torch.float64).to(c.dtype).to(c.device) for s in shapes]
         four = [laid_out(where, x) for where, x in zip(c.places, whole, strict=True)]
         leaves = [unbatched(x, c.dims).requires_grad_(name in c.wanted) for x, name in zip(four, "qkv", strict=True)]
+        scale = scale_of(c)
         options: dict[str, Any] = {
-            "q_offset": offset_of(c), "scale": c.scale, "softcap": c.softcap, "key_lengths": lengths,
+            "q_offset": offset_of(c), "scale": scale, "softcap": c.softcap, "key_lengths": lengths,
+            "alibi_distance": c.distance,
             "sink_logits": sinks, "alibi_slopes": slopes, "implementation": c.implementation,
             "deterministic": c.deterministic, "layout": "bshd" if c.bshd else "bhnd",
         }  # fmt: skip
@@ -93,10 +95,11 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
             return outcome._replace(wrong="out is not contiguous in its layout")
         results = in_layout(c, out), *more
         terms = Terms(
-            float(D**-0.5 if c.scale is None else c.scale), c.offset, None if c.softcap is None else float(c.softcap),
-            None if lengths is None else lengths.tolist(), sinks, slopes,
+            float(D**-0.5 if scale is None else scale), c.offset, None if c.softcap is None else float(c.softcap),
+            None if lengths is None else lengths.tolist(), sinks, slopes, c.distance or "signed",
         )  # fmt: skip
-        difference = compared(c, four, leaves, sinks, counts, terms, results)
+        learned = scale if isinstance(scale, Tensor) and scale.requires_grad else None
+        difference = compared(c, four, leaves, sinks, counts, terms, results, learned)
         if difference is not None:
             return outcome._replace(wrong=f"call {turn + 1}: {difference}")
     return outcome
@@ -109,9 +112,13 @@ def in_layout(c: Call, x: Tensor) -> Tensor:
 
 def compared(
     c: Call, four: list[Tensor], leaves: list[Tensor], sinks: Tensor | None, counts: Tensor, terms: Terms,
-    results: tuple[Tensor, ...],
+    results: tuple[Tensor, ...], learned: Tensor | None = None,
 ) -> str | None:  # fmt: skip
-    """What is wrong with the results and gradients of a call; None where nothing is."""
+    """What is wrong with the results and gradients of a call; None where nothing is.
+
+    Args:
+        learned: a scale with a gradient.
+    """
     B, H, _, Q, _, _, E = c.shape
     wide = torch.float64 if c.dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(c.seed + 3)
@@ -125,7 +132,10 @@ def compared(
     exact = [x.detach().double().requires_grad_() for x in four]
     of_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
     slopes = None if terms.slopes is None else terms.slopes.detach().double()
+    of_scale = None if learned is None else learned.detach().double().requires_grad_()
     wide_terms = terms._replace(sinks=of_sinks, slopes=slopes)
+    if of_scale is not None:
+        wide_terms = wide_terms._replace(scale=of_scale)
     with torch.enable_grad():
         out, lse = oracle.exact(*exact, counts, wide_terms)
     true = {"out": out.detach(), "lse": lse.detach()}
@@ -133,14 +143,14 @@ def compared(
     for name, x in actual.items():
         if x.dtype != (c.dtype if name == "out" else wide):
             return f"{name} is of {x.dtype}"
-    if c.wanted and any(x.requires_grad for x in [*leaves, *([] if sinks is None else [sinks])]):
+    if c.wanted and any(x is not None and x.requires_grad for x in [*leaves, sinks, learned]):
         some = torch.isfinite(lse)
         loss = (out * dout.double()).sum() + (torch.where(some, lse, 0.0) * torch.where(some, dlse, 0.0)).sum()
-        every = dict(zip(oracle.NAMES[2:], [*exact, of_sinks], strict=True))
+        every = dict(zip(oracle.NAMES[2:], [*exact, of_sinks, of_scale], strict=True))
         every = {name: x for name, x in every.items() if x is not None}
         gradients = torch.autograd.grad(loss, list(every.values()), allow_unused=True)
         true |= {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(every.items(), gradients, strict=True)}
-        mine = dict(zip(oracle.NAMES[2:], [*leaves, sinks], strict=True))
+        mine = dict(zip(oracle.NAMES[2:], [*leaves, sinks, learned], strict=True))
         mine = {name: x for name, x in mine.items() if x is not None and x.requires_grad}
         outputs = [(actual["out"], unbatched(dout, c.dims))] if use_out else []
         outputs += [(actual["lse"], unbatched(dlse, c.dims))] if use_lse else []
@@ -153,10 +163,14 @@ def compared(
         terms = terms._replace(sinks=None if sinks is None else sinks.detach())
         low = oracle.plain(*four, counts, terms, dout, dlse)
         inputs, wide_terms = [x.detach() for x in exact], terms._replace(slopes=slopes)
-        moved = oracle.rounding(*inputs, counts, wide_terms, dout.double(), dlse.double(), c.dtype, c.merge)
+        scaled = c.scale_tensor in ("learned", "constant")
+        moved = oracle.rounding(*inputs, counts, wide_terms, dout.double(), dlse.double(), c.dtype, c.merge, scaled)
         differences = []
         for name, x in actual.items():
-            if name != "dsink_logits":
+            if name == "dscale" and name not in moved:  # of a scale of 0: finite is all that is asked
+                differences += [] if bool(x.isfinite()) else [f"dscale is {float(x)}"]
+                continue
+            if name not in ("dsink_logits", "dscale"):
                 x = x.reshape((1,) * (4 - c.dims) + tuple(x.shape))
             differences.append(oracle.wrong(name, x.detach(), true[name], low[name], moved[name]))
     return "; ".join(one for one in differences if one is not None) or None

@@ -82,6 +82,8 @@ class Call(NamedTuple):
     lengths: Vector | None
     sinks: Vector | None
     slopes: Vector | None
+    distance: str | None  # alibi_distance; None: not given
+    scale_tensor: str  # "": scale is a number; else where it is a tensor: "read" on the CPU, "learned", or "constant"
     places: tuple[str, str, str]  # how q, k and v lie in memory
     wanted: str  # gradients of which of q, k, v, and s for the sinks; "": none
     mode: str  # where no gradient is wanted: no_grad, inference_mode or nothing
@@ -126,7 +128,14 @@ def _lengths(r: Draw, b: Draw, B: int, K: int) -> Vector:
     return Vector(tuple(min(max(n, limits.min), limits.max) for n in values), dtype, _vector_place(b))
 
 
-def _slopes(r: Draw, b: Draw, H: int) -> Vector:
+def _slopes(r: Draw, b: Draw, B: int, H: int) -> Vector:
+    if b.random() < 0.4:
+        each = [_slopes_of_heads(r, b, H).values for _ in range(B)]
+        return Vector(tuple(each), r.choice(FLOATS), _vector_place(b))
+    return _slopes_of_heads(r, b, H)
+
+
+def _slopes_of_heads(r: Draw, b: Draw, H: int) -> Vector:
     sign, size = r.choice([1, -1]), r.choice([1.0, 1.0, 1.0, 0.01, 30.0, 1e4])
     powers = [sign * 2.0 ** (-8 * (h + 1) / H) for h in range(H)]
     values = r.choice([powers, [r.uniform(-1, 1) * size for _ in range(H)], [0.0] * H, [sign * size] * H])
@@ -172,7 +181,8 @@ WITHOUT_POSITIONS = ("mask", "block mask", "mask function", "sparse")
 MISTAKES = (
     "q of integers", "k of another head size", "v with a key more", "heads that G does not divide", "no values",
     "softcap of 0", "softcap of nan", "scale of inf", "lengths of floats", "lengths for another batch",
-    "slopes for another head", "slopes that require grad", "sinks on integers", "q_offset of 2**31", "q_offset of 0.5",
+    "slopes for another head", "slopes that require grad", "a distance without slopes", "a distance of text",
+    "scale of a vector", "sinks on integers", "q_offset of 2**31", "q_offset of 0.5",
     "a list of patterns", "a mask of floats", "a mask of another size", "an unknown implementation",
     "merge of a window",
     "k of another type", "q of one dimension", "numpy q", "return_lse of 1", "deterministic of 1", "softcap of text",
@@ -214,7 +224,7 @@ def draw(seed: int, device: str) -> Call:
     merge = form in ("pattern", "handle") and spec[0] in ("Or", "LongNet") and r.random() < 0.3
     lengths, sinks, slopes = (
         make(r, b, *sizes) if b.random() < 0.22 else None
-        for make, sizes in ((_lengths, (B, K)), (_sinks, (H,)), (_slopes, (H,)))
+        for make, sizes in ((_lengths, (B, K)), (_sinks, (H,)), (_slopes, (B, H)))
     )
     mistake = r.choice(MISTAKES) if r.random() < 0.03 else None
     wanted = "" if b.random() < 0.12 else b.choice(["qkvs", "qkvs", "qkvs", "q", "kv", "s" if sinks else "qkv"])
@@ -247,9 +257,17 @@ def draw(seed: int, device: str) -> Call:
         (b.choice(PLACES), b.choice(PLACES), b.choice(PLACES)),
         r.choice(["no_grad", "inference_mode", "plain"]),
     )
+    distance = b.choice(["signed", "absolute", "absolute", None]) if slopes else None
+    tensor = ""
+    if isinstance(scale, float) and 1e-30 < abs(scale) < 1e30 and r.random() < 0.6:
+        tensor = r.choice(["read", "learned", "learned", "constant"])
+    elif scale == 0.0 and r.random() < 0.5:
+        tensor = "learned"
+    if dtype == torch.float16 and tensor and not 1e-3 < abs(scale) < 100:
+        tensor = "read"  # else products of q leave the type, which is told as a limit
     return Call(
         seed, device, dtype, (B, H, G, Q, K, D, E), dims, spec, form, blocks, merge, q_offset, scale, softcap,
-        lengths, sinks, slopes, places, wanted, mode,
+        lengths, sinks, slopes, distance, tensor, places, wanted, mode,
         r.choice(["both", "both", "out", "lse"]), r.random() < 0.7, b.choice(p.implementations),
         b.choice([None, None, False, True]), parts, mistake, mistake is None and r.random() < 0.3, r.random() < 0.3,
     )  # fmt: skip
@@ -268,6 +286,8 @@ def refusals(c: Call) -> Iterator[tuple[str, str, bool]]:
         c.form not in ("pattern", "handle") or any(f"'{name}'" in names for name in ("CSR", "BlockMask", "BigBird"))
     ):
         yield "q_offset with what counts rows from 0", "q_offset", False
+    if c.slopes is not None and c.distance is None:
+        yield "no alibi_distance", "alibi_distance", False
     if c.form == "reordered" and c.lengths is not None:
         yield "key_lengths of a reordered matrix", "key_lengths", True
     if c.form == "reordered" and c.slopes is not None:

@@ -19,18 +19,19 @@ import torch
 from torch import Tensor
 
 Spec = tuple[Any, ...]
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsink_logits")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsink_logits", "dscale")
 
 
 class Terms(NamedTuple):
     """The score terms of a call; lengths are integers of Python, which hold every integer type."""
 
-    scale: float
+    scale: Any  # a number, or of `exact` a tensor with a gradient
     offset: int  # position of query row 0
     softcap: float | None = None
     lengths: list[int] | None = None  # of each batch element
     sinks: Tensor | None = None  # (H,)
-    slopes: Tensor | None = None  # (H,)
+    slopes: Tensor | None = None  # (H,) or (B, H)
+    distance: str = "signed"  # j - i, or "absolute": -|i - j|
 
 
 class Positions(NamedTuple):
@@ -240,14 +241,15 @@ def big_bird_rule(
 
 
 def _scores(q: Tensor, k: Tensor, t: Terms) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(scale * q.k, scores, slope * (j - i) or None), (B, H, Q, K), in the type of q; k as many heads as q."""
+    """(scale * q.k, scores, slope * distance or None), (B, H, Q, K), in the type of q; k as many heads as q."""
     x = (q @ k.mT) * t.scale
     s = x if t.softcap is None else t.softcap * torch.tanh(x / t.softcap)
     if t.slopes is None:
         return x, s, None
     i = torch.arange(q.shape[2], device=q.device)[:, None] + t.offset
     distance = (torch.arange(k.shape[2], device=q.device) - i).to(q.dtype)
-    a = t.slopes.to(q.dtype)[:, None, None] * distance
+    distance = -distance.abs() if t.distance == "absolute" else distance
+    a = t.slopes.to(q.dtype)[..., None, None] * distance
     return x, s + a, a
 
 
@@ -308,6 +310,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, t: Terms, dout: Tenso
         ds = ds * (1 - torch.tanh(x / t.softcap) ** 2)
     ds = ds.to(low).to(wide)
     found = {"out": out, "lse": lse, "dq": (ds @ kw * t.scale).to(low)}
+    found["dscale"] = (ds @ kw * qw).sum()
     found["dk"] = _by_key_head(ds.mT @ qw * t.scale, k.shape[1]).to(low)
     found["dv"] = _by_key_head(p.to(low).to(wide).mT @ dow, k.shape[1]).to(low)
     if t.sinks is not None:
@@ -323,7 +326,16 @@ def _by_key_head(x: Tensor, G: int) -> Tensor:
 
 
 def rounding(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, t: Terms, dout: Tensor, dlse: Tensor, low: torch.dtype, merge: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    t: Terms,
+    dout: Tensor,
+    dlse: Tensor,
+    low: torch.dtype,
+    merge: bool,
+    scaled: bool = False,
 ) -> dict[str, Tensor]:
     """Of every number, how far it may be from float64 by rounding alone: the formulas again, over errors.
 
@@ -333,6 +345,7 @@ def rounding(
         q, k, v, dout, dlse: in float64, of the values that the call has.
         low: the dtype of the call.
         merge: terms of a union are attended to one by one, each rounded to `low`.
+        scaled: q is multiplied by the scale, and rounded to `low`.
     """
     wide = torch.float64 if low == torch.float64 else torch.float32
     eps, stored = torch.finfo(wide).eps, torch.finfo(low).eps / 2
@@ -349,7 +362,8 @@ def rounding(
     x, s, alibi = _scores(q, k, t)
     some = counts > 0
     s = torch.where(some, s + torch.log(counts.double()), -math.inf)
-    dx = summed(D) * abs(t.scale) * (q.abs() @ k.abs().mT)
+    once = stored if scaled else 0.0
+    dx = (summed(D) + once) * abs(t.scale) * (q.abs() @ k.abs().mT)
     slope, dslope, capped = torch.ones(()), torch.zeros(()), x
     if t.softcap is not None:
         nearest = (x.abs() - dx).clamp(min=0) / t.softcap
@@ -408,12 +422,18 @@ def rounding(
     of_ds = of_ds + (short * 4 * factor + 8 * eps) * magnitude + tiny * (1 + g.abs())
     scale = abs(t.scale)
     dq = scale * ((of_ds + (summed(K) + 2 * short) * magnitude) @ k.abs())
-    found["dq"] = dq + stored * scale * ((p * g * slope) @ k).abs() + least
+    found["dq"] = dq + (stored + once) * scale * ((p * g * slope) @ k).abs() + least
     n = Q * (H // G)
-    dk = scale * (of_ds + (summed(n) + 2 * short) * magnitude).mT @ q.abs()
+    dk = scale * (of_ds + (summed(n) + 2 * short + once) * magnitude).mT @ q.abs()
     dv = (of_p + tiny + (summed(n) + 2 * short * factor) * p).mT @ dout.abs()
     found["dk"] = _by_key_head(dk, G) + stored * scale * _by_key_head((p * g * slope).mT @ q, G).abs() + least
     found["dv"] = _by_key_head(dv, G) + stored * _by_key_head(p.mT @ dout, G).abs() + least
+    if scaled and scale:
+        # dscale = sum(dq * q) / scale.
+        found["dscale"] = (
+            2 * (q.abs() * found["dq"]).sum() / scale
+            + summed(q.numel()) * (q.abs() * (scale * (magnitude @ k.abs()))).sum() / scale
+        )
     if t.sinks is not None:
         share = torch.where(empty, 0.0, torch.exp(sink - lse))
         delta = ((dout * out).sum(-1) - dlse).abs()

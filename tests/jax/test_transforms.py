@@ -74,16 +74,18 @@ def test_vmap_of_vmap_and_of_what_has_no_batch() -> None:
 
 
 def test_vmap_of_score_terms() -> None:
-    """Lengths join the batch; sinks and slopes of each element are computed one by one, and so are batched Plans."""
+    """Lengths and slopes (B, H) join the batch; sinks and slopes (H,) are computed one by one, as are batched Plans."""
     q, k, v = tensors(3)
-    lengths, sinks, slopes = jnp.asarray([[9, 150, 0, 70]] * 3), jnp.ones((3, H)), jnp.full((3, H), 0.1)
+    lengths, sinks, one = jnp.asarray([[9, 150, 0, 70]] * 3), jnp.ones((3, H)), jnp.full((3, H), 0.1)
+    each = jnp.arange(3 * 4 * H).reshape(3, 4, H) * 0.01
 
     def f(q: Any, lengths: Any, sinks: Any, slopes: Any) -> jax.Array:
         return gsj.attention(
-            q, k[0], v[0], PATTERN, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes
+    """Lengths and slopes (B, H) join the batch; sinks and slopes (H,) are computed one by one, and batched Plans."""
         )  # fmt: skip
 
-    for axes in ((0, 0, None, None), (0, None, 0, None), (0, 0, 0, 0), (None, 0, None, 0)):
+    every_axes = ((0, 0, None, None), (0, None, 0, None), (0, 0, 0, 0), (None, 0, None, 0), (0, None, None, 0))
+    for axes, slopes in [(axes, slopes) for axes in every_axes for slopes in (one, each)]:
         given = [x if axis == 0 else x[0] for x, axis in zip((q, lengths, sinks, slopes), axes, strict=True)]
         every = [x if axis == 0 else [x[0]] * 3 for x, axis in zip((q, lengths, sinks, slopes), axes, strict=True)]
         want = jnp.stack([f(*each) for each in zip(*every, strict=True)])

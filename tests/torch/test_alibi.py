@@ -94,7 +94,7 @@ def test_masks_layouts_and_structure(each: bool) -> None:
             results = found(x, given, alibi_slopes=slopes(each), alibi_distance=distance)
             for a, b in zip(results, wanted, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-            with pytest.raises(ValueError, match='alibi_distance must be "signed".*a mask or a layout'):
+            with pytest.raises(ValueError, match=r'alibi_distance must be "signed".*a mask or a layout'):
                 gs.attention(*x, given, alibi_slopes=slopes(each))
         started = mask & (np.arange(N) >= np.array([3, 0])[:, None, None, None])
         wanted = by_definition(x, started, slopes(each), distance, 0)
@@ -125,7 +125,7 @@ def test_who_is_asked(merge: str | None) -> None:
         gs.Strided(4, 2): False, gs.Longformer(8, (0,)): True, gs.Dilated(3, 0, 4): False,
         gs.PerHead([gs.Causal(), gs.Causal(), gs.Causal(), gs.SlidingWindow(1, 1)]): True,
         gs.LongNet((16, 32), (2, 4), heads=H): False, gs.LongNet((16, 32), (2, 4), heads=H, causal=False): True,
-        gs.Neighborhood((7, 10), 1): True, gs.Neighborhood((7, 10), (2, 0)): False,
+        gs.Neighborhood((7, 10), 1): True, gs.Neighborhood((7, 10), ((2, 0), 0)): False,
         gs.Neighborhood((7, 10), (2, 1), causal=(True, False)): True,
         gs.CSR.from_pattern(gs.Causal(), N, N): False, gs.CSR.from_pattern(gs.SlidingWindow(1, 1), N, N): True,
     }  # fmt: skip

@@ -291,6 +291,7 @@ def test_a_score_term_that_reads_positions() -> None:
         position = np.arange(first, first + Q)
         mask = np.array([[2 <= j <= i for j in range(K)] for i in position])
         options: dict[str, Any] = {"q_offset": offset, "alibi_slopes": slopes, "key_starts": [2], "return_lse": True}
+        options["alibi_distance"] = "signed"
         check(
             lambda q, k, v, options=options: gs.attention(q, k, v, gs.Causal(), **options), inputs, mask,
             slopes=slopes, position=position,

@@ -127,7 +127,7 @@ OTHER = {
     "heads": ((long, long_kv, long_kv), {}),
     "k and v": ((long, bad(2, 40, 2, 16), bad(2, 40, 4, 16)), {}),
     "sinks": ((long, long, long), {"sink_logits": bad(4)}),
-    "slopes": ((long, long, long), {"alibi_slopes": bad(4)}),
+    "slopes": ((long, long, long), {"alibi_slopes": bad(4), "alibi_distance": "signed"}),
     "pattern": ((long, long, long, gs.Document(np.zeros(40, int))), {}),
     "heads of the pattern": ((long, long, long, gs.PerHead([gs.Causal()] * 4)), {}),
     "mask": ((long, long, long, torch.ones(40, 40, dtype=torch.bool)), {}),

@@ -31,7 +31,7 @@ def terms(names: str, N: int, b: int = B) -> dict[str, Any]:
     if "sinks" in names:
         found["sink_logits"] = torch.randn(H, device="cuda", dtype=torch.float32 if "long" in names else torch.bfloat16)
     if "slopes" in names:
-        found["alibi_slopes"] = torch.rand(H, device="cuda")
+        found |= {"alibi_slopes": torch.rand(H, device="cuda"), "alibi_distance": "signed"}
     if "softcap" in names:
         found["softcap"] = 5.0
     return found

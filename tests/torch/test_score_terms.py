@@ -63,7 +63,8 @@ def test_slopes_where_rows_do_not_fill_their_tile(pattern: gs.Pattern, offset: i
     position = np.arange(N) + (offset or 0)
     wanted = exact(q, k, v, pattern.materialize(N, N, offset), slopes=slopes.double(), position=position)
     for name in ("blocked", "reference"):
-        check(found(q, k, v, pattern, q_offset=offset, alibi_slopes=slopes, implementation=name), wanted, 1e-4)
+        options = {"q_offset": offset, "alibi_slopes": slopes, "alibi_distance": "signed", "implementation": name}
+        check(found(q, k, v, pattern, **options), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("pattern", [gs.Causal(), *PARTS], ids=str)
@@ -218,7 +219,7 @@ def test_an_offset_that_nothing_reads_is_refused() -> None:
                     call(q, k, v, given, q_offset=offset)
         gs.attention(q, k, v, given, q_offset=0)  # that of a call without one
         if given is not layout:  # which knows its own
-            gs.attention(q, k, v, given, q_offset=5, alibi_slopes=torch.ones(H))  # of the distances
+            gs.attention(q, k, v, given, q_offset=5, alibi_slopes=torch.ones(H), alibi_distance="signed")  # of them
     both = gs.attention(q, k, v, csr & gs.SlidingWindow(9), q_offset=5)
     keep = mask.numpy() & gs.SlidingWindow(9).materialize(N, N, 5)
     torch.testing.assert_close(both.double(), exact(q, k, v, keep)[0], rtol=1e-5, atol=1e-5)

@@ -181,7 +181,7 @@ def test_slopes_count_from_the_offset_of_a_layout(offset: int | None) -> None:
     mask = position[:, None] >= np.arange(K)[None]
     wanted = dense(*x, mask, slopes=SLOPES, position=position)
     for layout in layouts(offset):
-        found = gs.attention(*x, layout, alibi_slopes=SLOPES, return_lse=True)
+        found = gs.attention(*x, layout, alibi_slopes=SLOPES, alibi_distance="signed", return_lse=True)
         for one, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, want)
         plain = gs.attention(*x, layout, return_lse=True)
@@ -198,7 +198,8 @@ def test_another_offset_than_that_of_a_layout_is_refused(slopes: Tensor | None) 
                 gs.attention(*x, layout, q_offset=wrong, alibi_slopes=slopes)
     same = gs.Causal().layout(Q, K, block_q=64, block_kv=64, q_offset=5)
     for at in (5, np.int64(5), torch.tensor(5)):
-        found, wanted = (gs.attention(*x, same, q_offset=one, alibi_slopes=slopes) for one in (at, None))
+        how: dict[str, Any] = {} if slopes is None else {"alibi_distance": "signed"}
+        found, wanted = (gs.attention(*x, same, q_offset=one, alibi_slopes=slopes, **how) for one in (at, None))
         assert torch.equal(found, wanted)
 
 
@@ -206,7 +207,7 @@ def test_rows_that_are_counted_from_0_take_the_offset_that_is_given() -> None:
     x = inputs()
     layout = gs.BlockMask(np.ones((1, 2), dtype=bool), 64).layout(Q, K, block_q=64, block_kv=64)
     wanted = dense(*x, np.ones((Q, K), dtype=bool), slopes=SLOPES, position=np.arange(Q) + 11)
-    found = gs.attention(*x, layout, q_offset=11, alibi_slopes=SLOPES, return_lse=True)
+    found = gs.attention(*x, layout, q_offset=11, alibi_slopes=SLOPES, alibi_distance="signed", return_lse=True)
     for one, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, want)
 
@@ -218,7 +219,7 @@ def test_slopes_are_refused_where_sequences_have_offsets_of_their_own() -> None:
     for layout in (of_each, packed, of_each.to("cpu")):
         for function in (gs.attention, gs.explain):
             with pytest.raises(gs.Unsupported, match="alibi_slopes must be None with a BlockLayout in which each"):
-                function(*x, layout, alibi_slopes=SLOPES)
+                function(*x, layout, alibi_slopes=SLOPES, alibi_distance="signed")
             with pytest.raises(ValueError, match="q_offset must be left out"):
                 function(*x, layout, q_offset=3)
 
