@@ -293,8 +293,8 @@ patterns = st.one_of(
     anything, masks, st.just(gs.SlidingWindow(2)), st.just(layout()), st.builds(lambda: gs.CSR([0, 1], [0], 1))
 )
 KEYWORDS = (
-    "scale", "q_offset", "key_starts", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "return_lse",
-    "implementation", "deterministic", "layout",
+    "scale", "q_offset", "key_starts", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "alibi_distance",
+    "return_lse", "implementation", "deterministic", "layout",
 )  # fmt: skip
 
 

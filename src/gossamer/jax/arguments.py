@@ -272,7 +272,8 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
             continue
         array, lengths = isinstance(x, (Array, np.ndarray)), name == "key_lengths"
         yield array, name, x, f"be an array{', a list of integers' * lengths} or None"
-        shapes, wanted = [(size,)], f"have shape ({letter},) = ({size},)"
+        shapes: list[tuple[int, ...]] = [(size,)]
+        wanted = f"have shape ({letter},) = ({size},)"
         if name == "alibi_slopes":
             shapes, wanted = [(H,), (B, H)], f"{wanted}, or (B, H) = {(B, H)}"
         yield x.shape in shapes, name, x, wanted

@@ -42,7 +42,8 @@ class Terms(NamedTuple):
 
 def terms_of(scoring: Scoring, vectors: Iterable[Any]) -> Terms:
     """All score terms of a call."""
-    return Terms(scoring.scale, scoring.q_offset, scoring.softcap, *vectors, absolute=scoring.absolute)
+    lengths, sinks, slopes = vectors
+    return Terms(scoring.scale, scoring.q_offset, scoring.softcap, lengths, sinks, slopes, scoring.absolute)
 
 
 class Implementation(Candidate, Protocol):
