@@ -41,7 +41,8 @@ SCATTERED = [
 NAMES = (
     "causal-split", "window-half", "bigbird", "per-head-grouped", "random", "random-per-batch-and-head",
     "random-grouped-lists", "empty-rows", "nothing-kept", "head-sizes", "large-heads", "one-query", "strided",
-    "negative-scale", "softcap", "alibi", "sink", "sink-split", "lengths-bits", "window-lengths", "padded",
+    "negative-scale", "softcap", "alibi", "alibi-absolute", "alibi-each", "sink", "sink-split", "lengths-bits",
+    "window-lengths", "padded",
     "every-term", "offset",
 )  # fmt: skip
 ON_DEVICE = [

@@ -37,7 +37,7 @@ CASES = (
     square("wide_one_query", 1, Dense, K=150, D=258, E=258),
     square(
         "wide_terms", 70, lambda: SlidingWindow(60), B=2, H=2, G=1, D=257, E=32, K=90, key_lengths=(90, 0),
-        softcap=5.0, sink_logits=True, alibi_slopes=True,
+        softcap=5.0, sink_logits=True, alibi_slopes="each", alibi_distance="absolute",
     ),
 )  # fmt: skip
 

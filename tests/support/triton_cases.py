@@ -95,6 +95,16 @@ CASES = [
     Case("zero-scale", 0.3, scale=0.0, Q=70, K=70),
     Case("softcap", SlidingWindow(40), terms={"softcap": 1.5}),
     Case("alibi", Causal(), terms={"alibi": (0.1, 0.4)}, Q=70, K=90),
+    Case("alibi-absolute", SlidingWindow(30, 20), terms={"alibi": (0.1, 0.4), "absolute": True}, Q=70, K=90),
+    Case(
+        "alibi-each",
+        0.3,
+        B=2,
+        terms={"alibi": ((0.1, 0.4), (0.2, -0.05)), "absolute": True, "softcap": 2.0},
+        Q=70,
+        K=90,
+    ),
+    Case("alibi-each-signed", Causal(), B=2, G=1, terms={"alibi": ((0.1, 0.4), (0.2, 0.0))}, Q=70, K=90, limit=1),
     Case("sink", 0.05, terms={"sink": (0.5, -1.0)}, Q=70, K=90),
     Case("sink-split", Causal(), terms={"sink": (0.5, -torch.inf)}, limit=1, Q=70, K=90, tile=(32, 32)),
     Case("lengths", Dense(), B=2, terms={"lengths": (100, 0)}),
@@ -139,6 +149,7 @@ def make(case: Case, device: str) -> tuple[Problem, BlockLayout, torch.Tensor, T
     terms = Terms(
         scale=c.D**-0.5 if c.scale is None else c.scale, q_offset=offset, softcap=c.terms.get("softcap"),
         key_lengths=lengths, sink_logits=values.get("sink"), alibi_slopes=values.get("alibi"),
+        absolute=c.terms.get("absolute", False),
     )  # fmt: skip
     inputs = [draw(c.H, c.Q, c.D), draw(c.G, c.K, c.D), draw(c.G, c.K, c.E), draw(c.H, c.Q, c.E)]
     dlse = torch.randn(c.B, c.H, c.Q, generator=generator).to(device)

@@ -146,7 +146,7 @@ def config_of(a: Arguments, plan: Plan, q_offset: int | None, pattern: Any) -> C
         ValueError: slopes meet keys after their query, and nothing says how they count them.
     """
     offset = offset_of(plan, q_offset, a.vectors.alibi_slopes is not None)
-    asks = a.vectors.alibi_slopes is not None and a.alibi_distance is None and offset < plan.K - 1
+    asks = a.vectors.alibi_slopes is not None and a.alibi_distance is None and offset < plan.K - 1 and plan.Q
     held = Dense() if pattern is None else pattern
     if asks and not (isinstance(held, Pattern) and not keeps_ahead(held, Sizes(plan.Q, plan.K, offset))):
         keeps = (

@@ -148,7 +148,7 @@ def check_distances(a: Arguments, scoring: Scoring, handle: int) -> None:
     if a.alibi_slopes is None or a.alibi_distance is not None:
         return
     Q, K = a.q.shape[2], a.k.shape[2]
-    if scoring.q_offset >= K - 1:
+    if scoring.q_offset >= K - 1 or not min(Q, K):
         return
     if handle >= 0 and not keeps_ahead(pattern_of(handle), Sizes(Q, K, scoring.q_offset)):
         return
