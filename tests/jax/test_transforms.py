@@ -74,14 +74,15 @@ def test_vmap_of_vmap_and_of_what_has_no_batch() -> None:
 
 
 def test_vmap_of_score_terms() -> None:
-    """Lengths and slopes (B, H) join the batch; sinks and slopes (H,) are computed one by one, as are batched Plans."""
+    """Lengths and slopes (B, H) join the batch; sinks and slopes (H,) are computed one by one, and Plans."""
     q, k, v = tensors(3)
     lengths, sinks, one = jnp.asarray([[9, 150, 0, 70]] * 3), jnp.ones((3, H)), jnp.full((3, H), 0.1)
     each = jnp.arange(3 * 4 * H).reshape(3, 4, H) * 0.01
 
     def f(q: Any, lengths: Any, sinks: Any, slopes: Any) -> jax.Array:
         return gsj.attention(
-    """Lengths and slopes (B, H) join the batch; sinks and slopes (H,) are computed one by one, and batched Plans."""
+            q, k[0], v[0], PATTERN, key_lengths=lengths, sink_logits=sinks, alibi_slopes=slopes,
+            alibi_distance="absolute",
         )  # fmt: skip
 
     every_axes = ((0, 0, None, None), (0, None, 0, None), (0, 0, 0, 0), (None, 0, None, 0), (0, None, None, 0))

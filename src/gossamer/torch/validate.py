@@ -262,7 +262,8 @@ def _checks(a: Arguments) -> Iterator[tuple[bool, str, Any, str]]:
         if vector is None:
             continue
         dtypes = INTEGERS if name == "key_lengths" else floats
-        shapes, wanted = [(size,)], f"have shape ({letter},) = ({size},)"
+        shapes: list[tuple[int, ...]] = [(size,)]
+        wanted = f"have shape ({letter},) = ({size},)"
         if name == "alibi_slopes":
             shapes, wanted = [(H,), (B, H)], f"{wanted}, or (B, H) = {(B, H)}"
         yield vector.shape in shapes, name, vector, wanted
