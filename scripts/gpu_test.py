@@ -61,7 +61,9 @@ def summary(name: str, tests: list[dict[str, Any]], code: int | None) -> list[st
     lines += [
         f"  skipped {n}: {reason}" for reason, n in Counter(t["reason"] for t in tests if t["reason"]).most_common()
     ]
-    lines += [f"  FAILED {test['id']}" for test in tests if test["outcome"] == "failed"]
+    for test in tests:
+        if test["outcome"] == "failed":
+            lines += [f"  FAILED {test['id']}", *(f"    {line}" for line in test["error"].splitlines()[-25:])]
     return lines
 
 
@@ -95,7 +97,8 @@ def main() -> int:
         for name in running:
             print(*summary(name, tests_of(folder / name), codes[name]), sep="\n")
             print(f"  {took[name]:.0f} s")
-            print((folder / f"{name}.log").read_text()[-3000:])
+            if codes[name]:
+                print((folder / f"{name}.log").read_text()[-1500:])
     print(f"{time.monotonic() - start:.0f} s in all")
     return int(any(code != 0 for code in codes.values()))
 

@@ -261,3 +261,27 @@ def test_types_of_neighbor_attention() -> None:
     for given in ((x.int(), x.int(), x.int()), (x, x.half(), x), (None, x, x), (x[:, :0], x[:, :0], x)):
         with pytest.raises(ValueError, match=r"must be of|q and k"):
             gp.neighbor_attention(*given, neighbors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_features_at_any_address_and_of_any_type(dtype: torch.dtype, device: str) -> None:
+    """Positions in float32 beside features of another type; tensors that begin within a line of memory."""
+    torch.manual_seed(0)
+    x = torch.rand(130, 3, device=device, requires_grad=True)
+    neighbors = gp.Neighbors.allocate(x, 0.3, 1.0)
+    plain = [torch.randn(130, 2, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    moved = []
+    for one in plain:
+        room = torch.empty(one.numel() + 1, device=device, dtype=dtype)
+        room[1:] = one.detach().flatten()
+        moved.append(room[1:].view(one.shape).requires_grad_())
+        assert moved[-1].data_ptr() % 16
+    found, wanted = (gp.neighbor_attention(*given, neighbors) for given in (moved, plain))
+    assert found.dtype == dtype and torch.equal(found, wanted)
+    results = zip(
+        torch.autograd.grad(found.sum(), [*moved, x]), torch.autograd.grad(wanted.sum(), [*plain, x]), strict=True
+    )
+    near = 2e-2 if dtype == torch.bfloat16 else 1e-4  # kernels add in any order
+    for one, other in results:
+        torch.testing.assert_close(one, other, rtol=near, atol=near)

@@ -54,5 +54,5 @@ def test_a_second_derivative_raises(name: str, square: bool, device: str, dtype:
         assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
     for gradient in gradients:
         for to in given:
-            with pytest.raises(Unsupported, match="first derivatives alone"):
+            with pytest.raises(Unsupported, match=r"first derivatives alone|differentiated once"):
                 torch.autograd.grad(loss + gradient.square().sum(), to, retain_graph=True)

@@ -72,6 +72,7 @@ class Report:
             reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else None
             line = {"id": item.nodeid, "outcome": report.outcome, "when": call.when, "seconds": round(call.duration, 3)}
             line |= {"reason": reason, "cute": self.cute.take(), "triton": self.triton.take()}
+            line["error"] = report.longreprtext[-3000:] if report.failed else ""
             self.lines.write(json.dumps(line) + "\n")
             self.lines.flush()
         return report

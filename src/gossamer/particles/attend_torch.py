@@ -26,10 +26,11 @@ def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tenso
         none = x.sum().to(dtype) + sum(one.sum(-1).to(dtype) for one in (q, k, v))
         return Rows(v + none[..., None].to(v.dtype), none)
     fused = listed_torch.attends(neighbors.groups, call, q, v)
-    if not fused and v.is_cuda and call.bandwidth is None and dtype == torch.float32:
+    kernels = v.is_cuda and call.bandwidth is None and dtype == torch.float32 and v.dtype != torch.float64
+    if kernels and not fused:
         order, back = _moves(neighbors)
         found = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
-        return Rows(found.out[back].to(v.dtype), found.lse[back])
+        return Rows(*_Apart.apply(x, found.out[back].to(v.dtype), found.lse[back]))
     features = (one if fused else one.to(dtype) for one in (q, k, v))
     out, lse = (_Attend if fused else _AttendBlocked).apply(call, neighbors, x.to(dtype), *features)
     return Rows(out.to(v.dtype), lse)
@@ -60,6 +61,20 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
     return Rows(
         out[0].transpose(0, 1) * whole[:, None, None].to(out.dtype), lse[0].transpose(0, 1) * whole[:, None]
     )  # fmt: skip
+
+
+class _Apart(torch.autograd.Function):
+    """out and lse as they are; the gradient of x, which no score reads, is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return torch.zeros_like(x), dout, dlse
 
 
 class _Unsure(torch.autograd.Function):

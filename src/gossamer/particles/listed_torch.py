@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.gpu import processors
-from gossamer.kernels.launch import Direction, dtype_of
+from gossamer.kernels.launch import ALIGNMENT, Direction, dtype_of
 from gossamer.kernels.neighbors.compiled import lists
 from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.kernels.radial.configurations import FAR
@@ -120,9 +120,15 @@ def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dic
     arrays = {**groups._asdict(), **items}
     shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
     bound, names = _bound(direction, call, (H, N, D, E), dtype_of(given["v"]), shapes, given["v"].device)
-    seen = {name: x.contiguous().transpose(0, 1)[None] for name, x in given.items()}
+    seen = {name: _read(x).transpose(0, 1)[None] for name, x in given.items()}
     found: tuple[Tensor, ...] = bound(*(({**seen, **arrays})[name] for name in names))
     return found
+
+
+def _read(x: Tensor) -> Tensor:
+    """The tensor as kernels read it: contiguous, at an address of whole lines; itself where it is."""
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 @lru_cache(maxsize=256)
