@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[tuple[torch.dtype, int, int] | None, ...]] = {  # (typ
     ),
 }  # fmt: skip
 TYPES = (torch.float32,) * 4 + (torch.float64,) * 2 + (torch.float16, torch.bfloat16)
-UNITS = 12  # the largest power of two of a unit of length
+UNITS = 55  # the largest power of two of a unit of length
 MISTAKES: dict[str, tuple[type[Exception], str]] = {
     "a capacity of -1": (ValueError, "capacity"),
     "a capacity of 2.5": (ValueError, "capacity"),

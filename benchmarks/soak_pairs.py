@@ -21,7 +21,6 @@ from torch import Tensor
 
 FITTED = 2e-5  # of Newton's force: how far the documented polynomial of gravity may be off
 FUNCTION = 24  # eps of the magnitude of its parts: how far a function may be off, by a GPU's approximations too
-AT_ONE_PLACE = 1 / 4000  # of a softening, documented: nearer pairs are at one place to a kernel
 Sizes = tuple[float | None, ...]
 
 
@@ -255,10 +254,6 @@ def radial_force(
         w = law.value(torch.where(apart, found.s, 1.0))
         out = torch.einsum("ij,ijd,j->id", torch.where(found.keep & apart, w, 0.0), found.steps, mass)
     k, m = known(law, found, p), mass.detach().abs()
-    if law.name == "gravity" and p.kernel:
-        _, softening = law.numbers
-        near = apart & (found.s.detach() <= (AT_ONE_PLACE * softening) ** 2)
-        found = found._replace(unsure=found.unsure | near)
     w, w_off = (torch.where(apart, one, 0.0) for one in (k.value.abs(), k.off))
     true, moved = {"out": out.detach()}, {"out": _along(w * m, (w_off + 4 * p.eps * w) * m, found, p)}
     if g is None:

@@ -32,7 +32,7 @@ SIZES = {
     "cpu": (0, 1, 2, 3, 7, 31, 32, 33, 64, 65, 100, 129, 200, 255, 256, 257, 300, 400),
     "cuda": (0, 1, 2, 7, 8, 9, 31, 32, 33, 64, 100, 255, 256, 257, 300, 700, 1000, 2100),
 }
-UNITS = 12  # the largest power of two of a unit of length; of a function that is written, whose s is r^2, a third
+UNITS = 60  # the largest power of two of a unit of length; of a function that is written, whose s is r^2, a third
 REAL = (torch.float32,) * 4 + (torch.float64,) * 2 + (torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int8)
 
