@@ -39,7 +39,7 @@ MARK = "========="
 PLACE = re.compile(r"(?:(Write|Read|Atomic) access )?\bat (?:0x[0-9a-f]+ in )?(.+?)\+(0x[0-9a-f]+)")
 CALL = re.compile(r"Program hit (\w+) \(error (\d+)\).* on CUDA API call to (\w+)")
 SPACE = re.compile(r"__(global|shared|local|constant)__")
-TROUBLE = re.compile(r"Internal Sanitizer|Target application|terminated|Maximum number|[Nn]ot supported|[Uu]nable to")
+TROUBLE = re.compile(r"Internal Sanitizer|Target application|terminate|Maximum number|[Nn]ot supported|[Uu]nable to")
 UNSEEN = re.compile(r"^COMPUTE-SANITIZER|SUMMARY|were not printed|^Host Frame|^Saved host")
 
 
@@ -206,7 +206,8 @@ def main(given: list[str] | None = None) -> int:
     names = a.families or list(FAMILIES)
     if a.family is not None:
         memory_calls.run(a.family)
-        return 0
+        sys.stdout.flush()
+        os._exit(0)  # the calls have ended; threads of the frameworks abort some processes as they are taken down
     if not torch.cuda.is_available():
         for name in names:
             print(f"{name} ({', '.join(of or 'shared' for of in FAMILIES[name].folders)})")
