@@ -25,7 +25,7 @@ from typing import Any
 
 import soak_run
 import torch
-from soak_run import Counts, Drawn, Outcome, begun
+from soak_outcomes import Counts, Drawn, Outcome, begun
 
 # Families of calls, each a module of `draw` and `run`.
 FAMILIES = {

@@ -16,7 +16,8 @@ import torch
 from soak_arguments import laid_out, make_mistake, offset_of, pattern_argument, scale_of, unbatched, vector
 from soak_calls import Call, draw, refusal, refusals
 from soak_oracle import Terms
-from soak_run import IN_PARTS, Outcome, begun, outcome_of
+from soak_outcomes import Outcome, begun, outcome_of
+from soak_run import IN_PARTS
 from torch import Tensor
 
 import gossamer as gs

@@ -17,7 +17,7 @@ import soak_pairs
 import torch
 from soak_arguments import laid_out
 from soak_clouds import PLACES, Cloud, cloud, make, precision
-from soak_run import Outcome, begun, outcome_of
+from soak_outcomes import Outcome, begun, outcome_of
 from torch import Tensor
 
 from gossamer import particles as gp

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gossamer.jax.compat import varying_with
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import (
     Config,
@@ -99,7 +100,8 @@ def forward(
 
     if not (lists.groups and c.split.copies):  # no tiles, or no batch elements
         shape = (*q.shape[:3], v.shape[3])
-        out, lse = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
+        nothing = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
+        out, lse = varying_with(nothing, (q, k, v))
     else:
         out, lse = over_rows(config.rows, lists, c.split, body, (0.0, -jnp.inf), differentiable)
         N, block = config.rows.rows, config.rows.block_rows

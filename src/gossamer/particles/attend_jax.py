@@ -29,7 +29,7 @@ def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) 
     fused = listed_jax.attends(neighbors.groups, call, q, v)
     given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
-        return Rows(v, jnp.zeros(v.shape[:2], dtype))
+        return Rows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
     made = _attend(call, fused, *given, neighbors)
     return made._replace(out=made.out.astype(v.dtype))
 

@@ -93,7 +93,8 @@ def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, column
     N, dtype = len(runs.order), runs.points.dtype
     outputs = jax.eval_shape(lambda: _probe(term, runs, rows, columns)).shape[-1]
     if not N:
-        return jnp.zeros((0, outputs), dtype)
+        nothing: Array = varying_with(jnp.zeros((0, outputs), dtype), (runs, rows, columns))
+        return nothing
     order = runs.order
     T = runs.low.shape[1]
     a = rows[order[jnp.minimum(jnp.arange(T * RUN), N - 1)]].reshape(T, RUN, rows.shape[1])
@@ -118,7 +119,8 @@ class Lists(NamedTuple):
 def lists_of(reach: Reach, runs: Runs, M: int) -> Lists:
     N = len(runs.order)
     if not N:
-        return Lists(jnp.zeros((0, M), jnp.int32), jnp.zeros(0, jnp.int32))
+        none: Lists = varying_with(Lists(jnp.zeros((0, M), jnp.int32), jnp.zeros(0, jnp.int32)), runs)
+        return none
 
     def start(c: int) -> Lists:
         return Lists(jnp.full((c, RUN, M), N, jnp.int32), jnp.zeros((c, RUN), jnp.int32))
