@@ -18,9 +18,9 @@ import torch
 from soak_arguments import laid_out, pattern_argument, unbatched
 from soak_calls import FLOATS, INTEGERS, PLACES
 from soak_oracle import Spec
+from soak_outcomes import Outcome, begun, outcome_of
 from soak_patterns import shortened, spec_of
 from soak_rounding import exact, moved
-from soak_run import Outcome, begun, outcome_of
 from torch import Tensor
 
 import gossamer as gs

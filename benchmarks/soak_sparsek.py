@@ -17,8 +17,8 @@ import soak_sparsek_oracle as definition
 import torch
 from soak_arguments import laid_out, unbatched
 from soak_calls import FLOATS, PLACES
+from soak_outcomes import Outcome, begun, outcome_of
 from soak_rounding import exact, moved
-from soak_run import Outcome, begun, outcome_of
 from torch import Tensor
 
 import gossamer as gs

@@ -159,7 +159,7 @@ def test_lists_that_are_too_short() -> None:
     ("arguments", "message"),
     [
         ({}, "make the mask outside of jit, or give the capacity"),
-        ({"capacity": 0}, "capacity must be an integer in \\[1, "),
+        ({"capacity": -1}, "capacity must be an integer in \\[0, "),
         ({"capacity": 8, "x": np.ones((3, 4))}, "positions .N, d., d from 1 to 3, where lists are made"),
         ({"capacity": 8, "x": np.ones((3, 2), int)}, "positions .N, d., d from 1 to 3"),
         ({"capacity": 8, "threshold": 0}, "over 0 where lists are made"),
