@@ -306,7 +306,8 @@ def _instead(given: Any) -> str:
         return "; causal attention is Causal(), a window SlidingWindow.of_size(W)"
     if type(given).__module__.startswith("jax.experimental.pallas"):
         return "; from_splash(mask) takes a mask of splash attention"
-    if type(given).__module__.split(".")[:2] == ["gossamer", "torch"]:
+    package, _, room = type(given).__module__.partition(".")
+    if package == "gossamer" and room.startswith("torch."):
         return (
             "; structure of tensors is for torch: from JAX Document(ids) takes ids that are known, and prepare_blocks "
             "lists of blocks that are arrays"
