@@ -432,8 +432,9 @@ def attended(given: tuple[Any, ...], terms: Terms, dtype: str) -> Arrays:
     plain = truth if dtype == "float64" else oracle.attention(*given, terms, wide, jnp.dtype(dtype) if short else None)
     most = [float(np.abs(np.asarray(x).astype(np.float64)).max(initial=0.0)) for x in given]
     E, D, size = v.shape[-1], q.shape[-1], abs(terms.scale)
+    # The truth of float64 is rounded as well.
     products = min(size * most[0] * most[1] * D, terms.softcap or math.inf)  # whose terms may cancel
-    unit = (2.0**-53 if dtype == "float64" else 2.0**-24) * (8 + truth.largest + products)
+    unit = (2.0**-51 if dtype == "float64" else 2.0**-24) * (8 + truth.largest + products)
     ds = most[3] * most[2] * E + most[4]
     sizes = {
         "out": most[2], "lse": 1.0, "q": size * ds * most[1], "k": size * ds * most[0] * q.shape[2] / k.shape[2],
