@@ -97,7 +97,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "no tensor": ((np.zeros((2, 2)), kv, kv), {}, "q must be a torch tensor"),
     "rank": ((q, kv[0], kv), {}, "q, k and v must all have 2, 3 or 4 dimensions"),
     "heads": ((q, kv[:, :1].expand(2, 3, 8, 16), kv[:, :1].expand(2, 3, 8, 16)), {}, "number of heads G that divides"),
-    "empty": ((q[:, :, :0], kv, kv), {}, "q must have no empty dimension"),
     "types": ((q, kv.double(), kv), {}, "k must be a tensor of q's dtype"),
     "alpha low": ((q, kv, kv), {"alpha": 0.99}, r"alpha must be a number in \[1, 2\] or a tensor \(H,\); got 0.99"),
     "alpha high": ((q, kv, kv), {"alpha": 2.01}, r"alpha must be a number in \[1, 2\]"),

@@ -24,6 +24,11 @@ library.define(
 
 def choose(q: Tensor, k: Tensor, *options: Any) -> Taken:
     """The lists of `by_operations`, which says what the options are."""
+    if 0 in q.shape or 0 in k.shape:
+        (B, H, Q, _), G = q.shape, k.shape[1]
+        block, n, _, group, *_ = options
+        nothing = torch.full((B, G if group else H, -(-Q // block), n), -1, dtype=torch.int32, device=q.device)
+        return Taken(nothing, torch.zeros(nothing.shape[:3], device=q.device))
     if q.is_cuda:
         return Taken(*torch.ops.gossamer.choose_blocks.default(q, k, *options))
     return by_operations(q, k, *options)

@@ -29,6 +29,8 @@ def _forward(
     gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
+    if 0 in q.shape:  # of the rows that there are each has a key, its own
+        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=compute_dtype(q.dtype))
     with uncast(q.device), torch.cuda.device_of(q):
         return launch.implementation(implementation, x, o).forward(x, o)
 
@@ -39,6 +41,8 @@ def _backward(
     straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
+    if 0 in q.shape:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), u.new_zeros(u.shape), tau * 0
     with uncast(q.device), torch.cuda.device_of(q):
         g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau

@@ -135,6 +135,8 @@ def last_topk(u: Tensor, k: int) -> Tensor:
 
 
 def _sparsek(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not u.numel():
+        return torch.empty_like(u), torch.full(u.shape[:-1], -torch.inf, dtype=u.dtype, device=u.device)
     rows = u.reshape(-1, u.shape[-1])
     root = threshold(rows, k)
     m = torch.where(root.flat, (rows > -torch.inf).double(), (rows - root.near - root.step).clamp(0, 1))
@@ -158,6 +160,8 @@ def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]
 
 
 def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not u.numel():
+        return torch.empty_like(u), torch.empty_like(u, dtype=torch.int32)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
@@ -169,6 +173,8 @@ def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not u.numel():
+        return _sparsek_causal(u, k)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is None:
         return _sparsek_causal(u, k)[0], _last_topk(u, k)
@@ -206,6 +212,8 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
 
 def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
     """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
+    if not u.numel():
+        return dtau * u
     # A second derivative goes through operations of torch.
     once = not torch.is_grad_enabled() and dtau.dtype == torch.float32
     if once and (kernels := _kernels(u)) is not None:
@@ -248,6 +256,8 @@ class Steps(NamedTuple):
 
 
 def _last_topk(u: Tensor, k: int) -> Tensor:
+    if not u.numel():
+        return torch.empty_like(u, dtype=torch.int32)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
@@ -271,9 +281,9 @@ def _last_live(u: Tensor, tau: Tensor) -> Tensor:
 
 def _check_scores(u: Any) -> None:
     right = isinstance(u, Tensor) and not u.is_nested and u.layout == torch.strided
-    if not right or u.dtype not in (torch.float32, torch.float64) or u.ndim < 1 or 0 in u.shape:
+    if not right or u.dtype not in (torch.float32, torch.float64) or u.ndim < 1:
         raise ValueError(
-            "u must be a tensor (..., N) of float32 or float64, of at least one element (scores of 16 bits tie: give "
+            "u must be a tensor (..., N) of float32 or float64, of at least one dimension (scores of 16 bits tie: give "
             f"u.float(), made from scores of float32); got {describe(u)}"
         )
 

@@ -17,7 +17,6 @@ from gossamer.torch.scale import with_number
 from gossamer.torch.validate import (
     Arguments,
     cast_type,
-    check_elements,
     check_types,
     describe,
     four_dimensional,
@@ -161,9 +160,7 @@ def check_call(
     q, k, v = (x.to(cast_type(x) or x.dtype) for x in four_dimensional(q, k, v))
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
-    a = Arguments(q, k, v, None, None, None, None, None, scale, None, None, deterministic=False, backward=False)
-    validate(a)
-    check_elements(a)
+    validate(Arguments(q, k, v, None, None, None, None, None, scale, None, None, deterministic=False, backward=False))
     (B, H, N, D), G = q.shape, k.shape[1]
     if k.shape[2] != N:
         raise ValueError(f"k must have as many positions as q, N={N}; got {describe(k)}")

@@ -324,13 +324,6 @@ def is_empty(a: Arguments) -> bool:
     return 0 in a.q.shape or 0 in a.k.shape
 
 
-def check_elements(a: Arguments) -> None:
-    """Raise ValueError for tensors without elements, for functions that do not answer for them as `attention` does."""
-    if is_empty(a):
-        name, x = ("q", a.q) if 0 in a.q.shape else ("k", a.k)
-        raise ValueError(f"{name} must have no empty dimension; got {describe(x)}")
-
-
 def _other_layout(a: Arguments) -> str:
     """For the end of a message: that all would be right in the other layout, where it would."""
     if not a.q.ndim == a.k.ndim == a.v.ndim == 4 or a.q.shape[1] == a.k.shape[1] == 1:

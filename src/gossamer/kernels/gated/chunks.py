@@ -81,7 +81,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
 def memory(x: Operands, o: Options) -> Memory:
     """Scores of a chunk, some five times, and the gathered keys and values; of supports as many as are expected."""
     (B, H, N, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
-    columns = min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + min(QUERIES, N)
+    columns = max(1, min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + min(QUERIES, N))
     scores = min(MOST, B * H * min(QUERIES, N) * columns)
     of_forward = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
     return Memory(of_forward, size * B * H * N * (D + E))

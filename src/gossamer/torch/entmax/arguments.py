@@ -24,7 +24,7 @@ from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.planning import check_sizes
 from gossamer.torch.request import Request, number, request_of
 from gossamer.torch.scale import with_number
-from gossamer.torch.validate import INTEGERS, cast_type, check_elements, check_mask, describe, validate
+from gossamer.torch.validate import INTEGERS, cast_type, check_mask, describe, validate
 
 
 class Names(NamedTuple):
@@ -148,7 +148,6 @@ def check(request: Request, found: Given, names: Names = NAMES) -> None:
     q, k, v, alpha, options, *_ = found
     attended = options.attended
     validate(request.arguments)
-    check_elements(request.arguments)
     check_sizes(request.arguments, attended.handle)
     if attended.geometry:
         check_layout(layout_from(list(attended.data), attended.geometry).rows, q, k)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.entmax.arguments import operands_of, uncast
 from gossamer.torch.entmax.backward import of_lists, of_normalisers
@@ -55,7 +56,10 @@ def results(
         told: whether more than out is wanted; kernels do not make it otherwise.
     """
     B, H, Q, _ = q.shape
-    if by_kernels(q, k, v, number, options):
+    kernels = by_kernels(q, k, v, number, options)
+    if 0 in q.shape or 0 in k.shape:
+        return of_nothing(q, v)
+    if kernels:
         return of_kernels(q, k, v, alpha, number, options, listed, told)
     with uncast(q.device):
         found = forward(operands_of(q, k, v, alpha, options), MEAN_LISTED * B * H * Q if listed else 0)
@@ -63,6 +67,14 @@ def results(
     # No view to autograd: what a custom function gives as a view cannot be written to in place.
     out = torch.ops.aten._unsafe_view(found.out, (B, H, Q, v.shape[3]))
     return Found(Results(out.to(q.dtype), *rows), found.lists)
+
+
+def of_nothing(q: Tensor, v: Tensor) -> Found:
+    """`results` where there is no pair of a query and a key: rows that see nothing, of which backwards read nothing."""
+    (B, H, Q, _), wide = q.shape, compute_dtype(q.dtype)
+    normaliser = torch.full((B, H, Q), torch.inf, dtype=wide, device=q.device)
+    support = torch.zeros((B, H, Q), dtype=torch.int32, device=q.device)
+    return Found(Results(q.new_zeros((B, H, Q, v.shape[3])), normaliser, support, support == 0), None)
 
 
 def of_kernels(
@@ -100,6 +112,8 @@ def gradients(
     saved: Lists | RowLists | None, normaliser: Tensor | None, wants_alpha: bool, dout: Tensor,
 ) -> GradientsOf:  # fmt: skip
     """The backward, from lists of supports, or from the normalisers (B, H, Q) alone; not without either."""
+    if 0 in q.shape or 0 in k.shape:
+        return GradientsOf(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, alpha)))
     if not isinstance(saved, Lists) and (saved is not None or by_kernels(q, k, v, number, options)):
         assert normaliser is not None
         return gradients_of_kernels(q, k, v, alpha, number, options, saved, normaliser, wants_alpha, dout)

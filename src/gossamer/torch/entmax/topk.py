@@ -16,10 +16,12 @@ def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """(B, H, Q, top_k) int32: the keys of each row of q (B, H, Q, D) ascending, then -1 where it sees fewer."""
     B, H, Q, _ = q.shape
     K = k.shape[2]
-    if by_kernels(q, k, k, None, options):
+    if by_kernels(q, k, k, None, options) and 0 not in q.shape and K:
         return of_kernels(q, k, options)
     assert options.top_k is not None
     keys = torch.full((B * H * Q, options.top_k), -1, dtype=torch.int32, device=q.device)
+    if 0 in q.shape or K == 0:
+        return keys.view(B, H, Q, options.top_k)
     with torch.no_grad(), uncast(q.device):
         o = operands_of(q, k, k, torch.ones(H, device=q.device), options)
         for chunk in chunks(o):
