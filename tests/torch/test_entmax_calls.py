@@ -200,3 +200,37 @@ def test_tensors_without_values() -> None:
     assert module(*x).is_meta
     with pytest.raises(ValueError, match="q_positions must broadcast"):
         gs.entmax_attention(*x, q_positions=i[:7])
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the positions that a mask chooses, whose number only the data know."""
+    q, k, v = (x[:, :, there] for x in (q, k, v))
+    out = gs.entmax_attention(q, k, v, gs.SlidingWindow(9), causal=True, top_k=4)
+    return out, gs.topk_keys(q, k, k_keep=3)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_sizes_that_only_the_data_know() -> None:
+    """Under a whole compiled graph and in an exported one, also of none."""
+    g = torch.Generator().manual_seed(0)
+    x = [torch.randn(1, 2, 30, 8, generator=g, requires_grad=True) for _ in range(3)]
+    masks = [torch.rand(30, generator=g) > chance for chance in (0.5, 0.9, 0.0, 1.0)]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(_attended, fullgraph=True, backend="aot_eager")
+        for mask in masks:
+            found, wanted = compiled(*x, mask), _attended(*x, mask)
+            assert torch.equal(found[1], wanted[1])
+            torch.testing.assert_close(found[0], wanted[0])
+            of_both = (torch.autograd.grad(out.sum(), x) for out, _ in (found, wanted))
+            for a, b in zip(*of_both, strict=True):
+                torch.testing.assert_close(a, b)
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+            return _attended(q, k, v, there)
+
+    fixed = [t.detach() for t in x]
+    exported = torch.export.export(Module(), (*fixed, masks[0])).module()
+    for mask in masks:
+        for a, b in zip(exported(*fixed, mask), _attended(*fixed, mask), strict=True):
+            torch.testing.assert_close(a, b)
