@@ -35,6 +35,9 @@ FAMILIES = {
     "entmax": "soak_entmax",
     "topk": "soak_topk",
     "sparsek": "soak_sparsek",
+    "blocks": "soak_blocks",
+    "lists": "soak_lists",
+    "packed": "soak_packed",
 }
 LIMIT = {"cpu": 60.0, "cuda": 180.0}  # seconds of a call; the first of a process may compile kernels
 BEGINNING = 600.0  # seconds in which a process has imported everything
