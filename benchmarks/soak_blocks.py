@@ -13,7 +13,7 @@ import soak_oracle as oracle
 import soak_structure
 import torch
 from soak_oracle import Terms
-from soak_run import Outcome
+from soak_outcomes import Outcome
 from soak_structure import Call, Profile, Told, joined, kept_by, rule
 from torch import Tensor
 

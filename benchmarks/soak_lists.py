@@ -7,7 +7,7 @@ from typing import Any
 
 import soak_structure
 import torch
-from soak_run import Outcome
+from soak_outcomes import Outcome
 from soak_structure import Call, Profile, Told, integers, joined, kept_by, rule
 from torch import Tensor
 

@@ -19,8 +19,8 @@ from soak_arguments import laid_out, unbatched, vector
 from soak_attention import compared, in_layout
 from soak_calls import FLOATS, INTEGERS, PLACES, Vector
 from soak_oracle import Spec, Terms
+from soak_outcomes import Outcome, begun, outcome_of
 from soak_patterns import pattern_of
-from soak_run import Outcome, begun, outcome_of
 from torch import Tensor
 
 import gossamer as gs
