@@ -59,7 +59,8 @@ class Call(NamedTuple):
     poisoned: bool  # whether what no pair has is NaN
     compiled: bool
     mistake: str | None
-    merge: bool = False
+    merge: bool = False  # read by `compared`, and so is the next
+    scale_tensor: str | None = None
 
     @property
     def implementation(self) -> str | None:
