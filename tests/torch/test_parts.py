@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -17,7 +18,7 @@ from gossamer.plan import partition
 from gossamer.plan.table import load
 from gossamer.testing.cases import Case
 from tests.support.exact import no_gpu
-from tests.support.parts_cases import CASES, check
+from tests.support.parts_cases import CASES, at_any_price, check, forget
 
 
 def test_heads_as_views() -> None:
@@ -172,3 +173,21 @@ def test_repeated_calls_in_parts(
         assert all(torch.equal(a, b) for a, b in zip(found, results(case, leaves, *some, by), strict=True))
         results(case, *drawn(case, device, dtype), by)
     assert always
+
+
+@pytest.mark.parametrize("lengths", [None, [15, 31, 0]])
+@pytest.mark.parametrize("Q", [1, 31])
+def test_queries_whose_heads_are_the_fastest_dimension(
+    monkeypatch: pytest.MonkeyPatch, Q: int, lengths: list[int] | None
+) -> None:
+    """Rows that keep nothing are cleared in a copy that lies as they do; torch pads it into memory of channels last."""
+    at_any_price(monkeypatch)
+    forget()
+    q, k, v = (torch.randn(3, 2, n, d, dtype=torch.float64) for n, d in ((Q, 2), (31, 2), (31, 5)))
+    pattern = gs.Strided(10, 14) | gs.Dilated(6, 4, 4)
+    for order in itertools.permutations(range(4)):
+        back = [order.index(n) for n in range(4)]
+        x, y = (t.permute(order).contiguous().permute(back) for t in (q, v))
+        found = gs.attention(x, k, y, pattern, key_lengths=lengths, implementation="blocked")
+        wanted = gs.attention(q, k, v, pattern, key_lengths=lengths, implementation="reference")
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

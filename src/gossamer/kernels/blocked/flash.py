@@ -458,8 +458,8 @@ def features_of(problem: Problem, dlse: Tensor | None) -> int:
 def widened(x: Tensor, features: int, contiguous: bool = True) -> Tensor:
     """`x` with zeros in further features, contiguous or with contiguous features alone, at an aligned address."""
     *_, size = x.shape
-    if size != features:
-        return pad(x, (0, features - size))
+    if size != features:  # of a tensor whose second dimension is the fastest torch makes another such
+        return pad(x, (0, features - size)).contiguous()
     if contiguous or x.stride(-1) != 1:
         x = x.contiguous()
     # Matrix products of MKL have other bits at addresses that are not aligned.
