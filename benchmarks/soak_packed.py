@@ -72,6 +72,8 @@ def _documents(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -
         tensor = _given(c, r, edges)
         if c.mistake == "edges of two dimensions":
             tensor = torch.as_tensor(tensor)[None]
+        elif c.mistake == "ids of floats":
+            tensor = torch.as_tensor(tensor).float()
         structure = gs.DocumentIds.from_cu_seqlens(tensor, K + (c.mistake == "ids of another length"))
         highest, clean = 0, []
         for edge in edges:  # one that is less than one before it counts as that

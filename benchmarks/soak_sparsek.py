@@ -317,7 +317,8 @@ def _attention(c: Call, outcome: Outcome) -> Outcome:
     units = moved(true, lambda rounding: of(inputs, None, rounding), low, c.seed + 1)
     units["out"] = torch.where(unsure[..., None], math.inf, units["out"])
     units["lse"] = torch.where(unsure, math.inf, units["lse"] + 8 * torch.finfo(wide).eps)
-    units["du"] = units["du"] + 4 * torch.finfo(c.score_type).eps * true["du"].abs().amax(-1, keepdim=True)
+    units["du"] = units["du"] + 4 * torch.finfo(c.score_type).eps * true["size of du"]
+    units["du"] = units["du"] + 2 * torch.finfo(c.score_type).smallest_normal
     actual = {"out": out.detach().reshape(B, H, N, E)}
     if told:
         actual["lse"] = lse.detach().reshape(B, H, N)

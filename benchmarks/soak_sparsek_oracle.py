@@ -133,7 +133,7 @@ def attend(
     if rounding.eps:
         size = torch.where(tau > -math.inf, tau.abs() + 1, 0.0)
         tau = rounding.absolute(tau, size * (error / rounding.eps / 4))
-    m = gates(rows[:, None], tau[..., None]).reshape(B, U, N, N)
+    m = every = gates(rows[:, None], tau[..., None]).reshape(B, U, N, N)
     distance = torch.arange(N, device=q.device)[:, None] - torch.arange(N, device=q.device)
     distance = distance if c.causal else distance.abs()
     near, past = (distance >= 0) & (distance <= c.window), distance > c.window
@@ -165,10 +165,14 @@ def attend(
         of_left = (plain - lse[..., None]).exp().detach()
         more = of_left * torch.where(kept, zero * (c.gate is None), zero)
         loss = loss + ((more @ v.detach()) * dout).sum()
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    *found, dm = torch.autograd.grad(loss, [*leaves, every], allow_unused=True)
+    of_gates = torch.zeros_like(every) if dm is None else dm.abs()
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     if rounding.eps:
         of_q, of_k = rounding.of_scores(p.detach(), dout, *(x.detach() for x in (v, q, k)), c.scale)
         gradients[0] = gradients[0] + of_q
         gradients[1] = gradients[1] + of_k.unflatten(1, (inputs[1].shape[1], -1)).sum(2)
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv", "du"), gradients, strict=True))}
+    of_gradients = dict(zip(("dq", "dk", "dv", "du"), gradients, strict=True))
+    # What du is summed of: each key's gates, and each step's, which its threshold shares among keys.
+    size = of_gates.sum(2) + of_gates.sum(3).amax(-1, keepdim=True)
+    return {"out": out.detach(), "lse": lse.detach(), **of_gradients, "size of du": size.detach()}
