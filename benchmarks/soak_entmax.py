@@ -87,14 +87,16 @@ def draw(seed: int, device: str, family: str = "entmax") -> Call:
     r = random.Random(f"{family} {seed}")
     on_gpu = device == "cuda"
     sizes = ((8, 8), (20, 40), (64, 64), (128, 64)) if on_gpu else ((1, 1), (4, 4), (8, 3), (16, 16), (5, 20), (64, 8))
-    D, E = r.choice(sizes)
-    dtype = r.choice((torch.float32,) * 3 + FLOATS)
+    # On a GPU calls share what kernels are compiled for.
+    form_of = random.Random(f"{family} {r.randrange(30)} form") if on_gpu else r
+    D, E = form_of.choice(sizes)
+    dtype = form_of.choice((torch.float32,) * 3 + FLOATS)
     if on_gpu:
-        dtype = r.choice((torch.bfloat16,) * 3 + (torch.float16,) * 2 + (torch.float32, torch.float64))
-    dims = r.choice([4, 4, 4, 3, 2])
+        dtype = form_of.choice((torch.bfloat16,) * 3 + (torch.float16,) * 2 + (torch.float32, torch.float64))
+    dims = form_of.choice([4, 4, 4, 3, 2])
     B = r.choice([1, 2, 3]) if dims == 4 else 1
-    G = r.choice([1, 1, 2, 3]) if dims > 2 else 1
-    H = G * r.choice([1, 1, 2, 3]) if dims > 2 else 1
+    G = form_of.choice([1, 1, 2, 3]) if dims > 2 else 1
+    H = G * form_of.choice([1, 1, 2, 3]) if dims > 2 else 1
     lengths = (1, 33, 64, 130, 300, 700) if on_gpu else (1, 2, 3, 7, 16, 17, 31, 33, 40, 64, 65, 70, 129)
     K = r.choice(lengths)
     Q = r.choice([K, K, K, 1, 1 + r.randrange(K), r.choice(lengths)])
@@ -104,15 +106,17 @@ def draw(seed: int, device: str, family: str = "entmax") -> Call:
         ["none"] * 6 + ["pattern"] * 8 + ["handle", "mask", "mask", "layout", "device layout", "block mask"]
     )
     spec: Spec = ("Dense",) if form == "none" else spec_of(r, B, H, Q, K)
-    alpha: Any = r.choice([1.0, 1.5, 1.5, 1.5, 2.0, 2.0, 1.001, 1.05, 1.25, 1.333, 1.75, 1.9, 1, 2])
+    alpha: Any = form_of.choice([1.0, 1.5, 1.5, 1.5, 2.0, 2.0, 1.001, 1.05, 1.25, 1.333, 1.75, 1.9, 1, 2])
     alpha_type = None
-    if family == "entmax" and r.random() < 0.35:
+    if family == "entmax" and form_of.random() < 0.35:
         alpha_type = r.choice((torch.float32, torch.float64, torch.float64, torch.bfloat16))
         ends = (1.0, 1.25, 1.5, 1.75, 2.0)
         alpha = tuple(r.choice([r.choice(ends), r.uniform(1, 2)]) for _ in range(H))
         alpha = r.choice([alpha, alpha, (alpha[0],)])
     top_k = (
-        r.choice([None, None, 1, 2, 5, 16, K, K + 3, 300, 2**31 - 1]) if family == "entmax" else 1 + r.randrange(K + 4)
+        form_of.choice([None, None, 1, 2, 5, 16, K, K + 3, 300, 2**31 - 1])
+        if family == "entmax"
+        else 1 + r.randrange(K + 4)
     )
     positions = [None, None]
     if r.random() < 0.25:
@@ -127,8 +131,9 @@ def draw(seed: int, device: str, family: str = "entmax") -> Call:
         seed, device, family, dtype, (B, H, G, Q, K, D, E), dims, spec, form, blocks,
         r.random() < 0.5, r.choice([0.0, 0.1, 1.0, 1.0, 3.0, 3.0, 10.0]), alpha, alpha_type, top_k, r.random() < 0.4,
         positions[0], positions[1], scale, r.choice(["lists", "lists", "tau"]),
-        r.choice([None] * 14 + ["torch"] * 5 + ["kernels"] * (12 if on_gpu else 1)), r.random() < 0.7,
-        (r.choice(PLACES), r.choice(PLACES), r.choice(PLACES), r.choice(PLACES)), r.choice(MODES),
+        form_of.choice([None] * 14 + ["torch"] * 5 + ["kernels"] * (12 if on_gpu else 1)), r.random() < 0.7,
+        (form_of.choice(PLACES), form_of.choice(PLACES), form_of.choice(PLACES), form_of.choice(PLACES)),
+        r.choice(MODES),
         r.random() < 0.02, r.choice(mistakes) if r.random() < 0.03 else None,
     )  # fmt: skip
 

@@ -87,32 +87,34 @@ def draw(family: str, profile: Profile, seed: int, device: str) -> Call:
     """The call of a seed, which is the same on every machine."""
     r = random.Random(f"{family} {seed}")
     on_gpu = device == "cuda"
-    D, E = r.choice(
+    # On a GPU calls share what kernels are compiled for.
+    form = random.Random(f"{family} {r.randrange(40)} form") if on_gpu else r
+    D, E = form.choice(
         ((64, 64), (128, 128), (96, 40), (17, 23)) if on_gpu else ((1, 1), (4, 4), (8, 3), (16, 16), (33, 20))
     )
-    dtype = r.choice(((torch.bfloat16,) * 3 + FLOATS) if on_gpu else (torch.float64, torch.float32, *FLOATS))
+    dtype = form.choice(((torch.bfloat16,) * 3 + FLOATS) if on_gpu else (torch.float64, torch.float32, *FLOATS))
     kind = r.choice(profile.kinds)
     dims = r.choice([4, 4, 4, 3, 2])
     B = r.choice([1, 2, 3]) if dims == 4 else 1
     if kind in ("sequences", "varlen"):
         B, dims = 1, 4
-    G = r.choice([1, 1, 2, 3]) if dims > 2 else 1
-    H = G * r.choice([1, 1, 2, 4]) if dims > 2 else 1
+    G = form.choice([1, 1, 2, 3]) if dims > 2 else 1
+    H = G * form.choice([1, 1, 2, 4]) if dims > 2 else 1
     K = r.choice(profile.lengths)
     Q = r.choice([K, K, K, 1, 1 + r.randrange(K), r.choice(profile.lengths)])
     most = profile.pairs * (12 if on_gpu else 1)
     while most < B * H * Q * K:
         Q, K = max(1, Q // 2), max(1, K // 2)
     sinks = None
-    if r.random() < 0.15:
+    if form.random() < 0.15:
         values = tuple(r.choice([0.0, 5.0, -50.0, r.gauss(0, 1)]) for _ in range(H))
         sinks = Vector(values, r.choice(FLOATS), r.choice(["plain", "strided", "expanded"]))
     wanted = "" if r.random() < 0.15 else r.choice(["qkvs", "qkvs", "q", "kv"])
     compiled = r.random() < 0.02
     return Call(
         seed, device, family, kind, dtype, (B, H, G, Q, K, D, E), dims,
-        r.choice([None, None, None, 0.25, -0.3, 0.0, 1e-5, 30.0]), r.choice([None] * 5 + [2.0, 50.0]), sinks,
-        (r.choice(PLACES), r.choice(PLACES), r.choice(PLACES)), wanted,
+        r.choice([None, None, None, 0.25, -0.3, 0.0, 1e-5, 30.0]), form.choice([None] * 5 + [2.0, 50.0]), sinks,
+        (form.choice(PLACES), form.choice(PLACES), form.choice(PLACES)), wanted,
         r.choice(["no_grad", "inference_mode", "plain"]), r.choice(["both", "both", "out", "lse"]), r.random() < 0.7,
         r.random() < 0.3, 1 if compiled else r.choice([1, 2, 2, 3]), r.random() < 0.25, r.random() < 0.3, compiled,
         r.choice(profile.mistakes) if r.random() < 0.03 else None,
