@@ -99,7 +99,8 @@ def draw(seed: int, device: str) -> Call:
         r.choice([1, 1, 2, 3, 5, max(1, N // 3), max(1, N - 1), N, N + 3, 2**31 - 1]),
         r.choice([0, 0, 0, 1, 4, N, 2**31 - 1]), r.choice(["topk", "topk", "support"]), gate, r.random() < 0.8,
         r.choice([None, None, 0.0, -0.7, 3.0, 1e-6, 30.0]), gate in ("v", None) and form.random() < 0.4,
-        r.random() < 0.7, r.choice(["both", "both", "out", "lse"]), places, r.choice([0, 1, 2, -1, -2, -3]), r.choice(MODES), r.random() < 0.02,
+        r.random() < 0.7, r.choice(["both", "both", "out", "lse"]), places, r.choice([0, 1, 2, -1, -2, -3]),
+        r.choice(MODES), r.random() < 0.02,
         r.choice(MISTAKES) if r.random() < 0.03 else None,
     )  # fmt: skip
 

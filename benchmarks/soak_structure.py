@@ -100,8 +100,9 @@ def draw(family: str, profile: Profile, seed: int, device: str) -> Call:
         B, dims = 1, 4
     G = form.choice([1, 1, 2, 3]) if dims > 2 else 1
     H = G * form.choice([1, 1, 2, 4]) if dims > 2 else 1
-    K = r.choice(profile.lengths)
-    Q = r.choice([K, K, K, 1, 1 + r.randrange(K), r.choice(profile.lengths)])
+    lengths = [*profile.lengths, *(5 * n for n in profile.lengths)] if on_gpu else profile.lengths
+    K = r.choice(lengths)
+    Q = r.choice([K, K, K, 1, 1 + r.randrange(K), r.choice(lengths)])
     most = profile.pairs * (12 if on_gpu else 1)
     while most < B * H * Q * K:
         Q, K = max(1, Q // 2), max(1, K // 2)
