@@ -135,6 +135,9 @@ class TestThresholdsOnGpu:
         u = torch.randn(3, N, device="cuda") + slope * torch.arange(N, device="cuda")
         check_thresholds(u, k, monkeypatch)
         check_thresholds((4 * u).round() / 4, k, monkeypatch)
+        tiny = torch.where(u > 1, u.round(), 1e-17 * u)  # the same once 1 is taken off
+        check_thresholds(tiny, k, monkeypatch)
+        check_thresholds(tiny, N, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -190,3 +193,16 @@ class TestCallsOnGpu:
         out = compiled(*x)
         again = [out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))]
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    def test_scores_of_float64_keep_their_differences(self) -> None:
+        import gossamer as gs
+
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, heads, 600, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+        u = torch.randn(1, 2, 600, device="cuda", dtype=torch.float64).mul(2**20).round().div(2**20)
+        options: dict[str, Any] = {"k_keep": 64, "window": 16, "return_lse": True}
+        explained = gs.explain_sparsek(q, k, v, u, **options)
+        assert "scores of torch.float64" in str(explained) and explained.implementation.startswith("chunks")
+        near, far = (gs.sparsek_attention(q, k, v, u + offset, **options) for offset in (0.0, 2.0**20))
+        for a, b in zip(near, far, strict=True):
+            assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
