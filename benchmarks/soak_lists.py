@@ -78,7 +78,7 @@ def _told(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -> Tol
         counts = torch.ones((*index.shape[:-1], 2), dtype=torch.int32, device=c.device)
     check = c.mistake == "an entry that does not exist"
     if check:
-        index = torch.cat([index, torch.full_like(index[..., :1], entries)], -1)
+        index = torch.cat([index, index.new_full((*index.shape[:-1], 1), entries)], -1)
         counts = None
     structure: Any
     if block == 1:

@@ -127,7 +127,7 @@ def _row(u: Tensor, k: int) -> Row:
         numbers.append(((scaled - steps) * 2.0**bits).round().long())
     whole = torch.stack(numbers)
 
-    u, order = torch.where(there, u, -torch.inf).double().sort(stable=True)
+    u, order = torch.where(there, u, -torch.inf).double().contiguous().sort(stable=True)
     place_of_lower, place_of_upper = _merged(u)
     places, sign = torch.cat([place_of_lower, place_of_upper], 1), torch.ones_like(order)
 
@@ -158,9 +158,9 @@ def _merged(u: Tensor) -> tuple[Tensor, Tensor]:
     taken = lower - u  # what was taken off, and what rounding left of it
     rest = (u - (lower - taken)) - (1 + taken)
     over = torch.where(rest > 0, torch.nextafter(lower, lower.new_full((), torch.inf)), lower)
-    before = torch.searchsorted(u, over)  # how many u are under each u - 1
+    before = torch.searchsorted(u.contiguous(), over.contiguous())  # how many u are under each u - 1
     place = torch.arange(u.shape[1], device=u.device).expand_as(before).contiguous()
-    return place + before, place + torch.searchsorted(before, place, right=True)
+    return place + before, place + torch.searchsorted(before.contiguous(), place, right=True)
 
 
 def _of_all(row: Row) -> Root:
