@@ -133,5 +133,10 @@ def attend(
         a = (leaves[3].detach() - 1)[:, None, None]
         u = torch.where(p.detach() > 0, p.detach() ** (1 - a), 0.0)
         of_q, of_k = rounding.of_scores(u, dout, *x, scale)
+        # The gradient of alpha is a sum of w (dP - delta), of which delta is off alike for a whole row.
+        weight = p.detach() * torch.where(p.detach() > 0, p.detach(), 1.0).log() ** 2
+        size = dout.abs() @ x[0].abs().mT
+        of_delta = (u * size).sum(-1) / u.sum(-1).clamp(min=1e-30) * weight.sum(-1)
+        found[3] = found[3] + (rounding.absolute(of_delta, 4 * of_delta) - of_delta).sum((0, 2))
         found[0], found[1] = found[0] + of_q, found[1] + of_k.unflatten(1, (G, -1)).sum(2)
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dalpha"), found, strict=True))}
