@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from soak_rounding import Results, Rounding, exact
+from soak_rounding import Results, Rounding, exact, multiplied
 from torch import Tensor
 
 HALVINGS = 70
@@ -116,15 +116,14 @@ def attend(
     """out and the gradients of inputs q, k, v and alpha (H,), in the type of these.
 
     Args:
-        low: the type that weights are rounded to before they multiply values; None: none.
+        low: the type that operands of products are rounded to; None: none.
     """
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     q, k, v = (rounding.relative(x) for x in leaves[:3])
     s = scores(q, k, scale, rounding)
     p, _ = weights(s, (leaves[3] - 1)[:, None, None], kept)
     p = rounding.relative(p, 8.0)
-    if low is not None:
-        p = p.to(low).to(s.dtype)
+    p = multiplied(p, s, low, rounding)
     out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     found = list(torch.autograd.grad(out, leaves, rounding.relative(dout)))
     if rounding.eps:

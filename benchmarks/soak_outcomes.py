@@ -67,7 +67,8 @@ def raised(error: Exception) -> str:
     """The message of an error, and where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     message = " ".join(str(error).split())
-    return f"{message[:400]} ({last.filename.rsplit('/', 2)[-2]}/{last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+    # The name of code that was made at run time has no folder.
+    return f"{message[:400]} ({'/'.join(last.filename.split('/')[-2:])}:{last.lineno})"
 
 
 class Counts:

@@ -59,6 +59,30 @@ class Rounding(NamedTuple):
         return torch.randn(x.shape, generator=self.generator, dtype=torch.float64).to(x.device, x.dtype)
 
 
+def multiplied(weights: Tensor, scores: Tensor, low: torch.dtype | None, rounding: Rounding) -> Tensor:
+    """Weights as tensor cores multiply values by them: rounded once. The gradient of `scores` is rounded likewise.
+
+    How a weight is rounded depends on what a kernel measures its exponent from: `rounding` draws errors of at most half
+    a unit in the last place.
+
+    Args:
+        low: the type of 16 bits; None: the one of no errors.
+    """
+
+    def errors(x: Tensor) -> Tensor:
+        drawn = 2 * torch.rand(x.shape, generator=rounding.generator, dtype=torch.float64) - 1
+        return x * (1 + rounding.stored * drawn.to(x.device, x.dtype))
+
+    def once(x: Tensor) -> Tensor:
+        x = x if low is None else x.to(low).to(x.dtype)
+        return errors(x) if rounding.stored else x
+
+    if low is None and not rounding.stored:
+        return weights
+    scores.register_hook(once)
+    return weights + (once(weights) - weights).detach()
+
+
 def exact() -> Rounding:
     """No errors."""
     return Rounding(0.0, torch.Generator())

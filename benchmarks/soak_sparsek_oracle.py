@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from soak_rounding import Results, Rounding
+from soak_rounding import Results, Rounding, multiplied
 from torch import Tensor
 
 
@@ -121,7 +121,7 @@ def attend(
     """out, lse and the gradients of q, k, v and u, each of the inputs' type but u, which is float64.
 
     Args:
-        low: the type that weights are rounded to before they multiply values; None: none.
+        low: the type that operands of products are rounded to; None: none.
         error: of u - tau, relative to tau and 1.
     """
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -152,11 +152,11 @@ def attend(
     lse = s.logsumexp(-1)
     p = rounding.relative((s - lse[..., None]).exp(), 8.0)
     weight = p * opened if c.gate in ("v", "kv") else p
-    if low is not None:
-        weight = weight.to(low).to(q.dtype)
+    whole = (weight @ v).detach()
+    weight = multiplied(weight, plain, low, rounding)
     out = weight @ v
-    if low is not None:  # as a backward has it, which reads what was stored
-        dlse = dlse + (dout * (out - out.to(low).to(out.dtype))).sum(-1).detach()
+    kept_out = out.detach() if low is None else out.detach().to(low).to(out.dtype)
+    dlse = dlse + (dout * (whole - kept_out)).sum(-1)  # a backward reads what was stored
     if rounding.eps:
         dlse = rounding.absolute(dlse, 4 * (p * (dout.abs() @ v.abs().mT)).sum(-1)) + rounding.of_delta(dout, out)
     loss = (out * rounding.relative(dout)).sum() + (lse * dlse).sum()

@@ -79,6 +79,22 @@ def check_attention(given: list[Tensor], options: dict[str, Any], limit: float) 
         assert error <= limit, (name, options, [t.shape for t in given], error)
 
 
+def check_compiled_gradient(name: str, device: str) -> None:
+    """A compiler traces the gradient of thresholds on tensors without numbers, which no kernel reads."""
+    u = torch.randn(2, 40, device=device, requires_grad=True)
+    operator = getattr(torch.ops.gossamer, name).default
+
+    def loss(u: Tensor) -> Tensor:
+        tau, _ = operator(u, 3)
+        weights = torch.arange(1.0, u.shape[1] + 1, device=u.device)
+        return (torch.where(tau > -torch.inf, tau, 0.0) * weights).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, wanted = (torch.autograd.grad(f(u), u)[0] for f in (compiled, loss))
+    assert torch.equal(found, wanted)
+    assert wanted.abs().sum() > 1
+
+
 if INTERPRETING:
 
     @pytest.fixture(autouse=True)
@@ -115,12 +131,18 @@ if INTERPRETING:
             monkeypatch.setattr(sparse_k_attention, "SUPPORT", draw.choice([1, 4]))
             check_attention(given, options, 2e-5)
 
+    @pytest.mark.usefixtures("fresh_compiler")
+    @pytest.mark.parametrize("part", range(2))
+    def test_compiled_gradient(part: int) -> None:
+        check_compiled_gradient(("sparsek_causal", "sparsek_kept")[part], "cpu")
+
+
 
 else:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(2))
-    @pytest.mark.parametrize("name", ["thresholds", "attention"])
+    @pytest.mark.parametrize("name", ["thresholds", "attention", "compiled_gradient"])
     def test_interpreted(name: str, part: int) -> None:
         in_interpreter("tests/kernels/test_gated_kernels.py", f"test_{name}[{part}]")
 
@@ -138,6 +160,15 @@ class TestThresholdsOnGpu:
         tiny = torch.where(u > 1, u.round(), 1e-17 * u)  # the same once 1 is taken off
         check_thresholds(tiny, k, monkeypatch)
         check_thresholds(tiny, N, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["sparsek_causal", "sparsek_kept"])
+@pytest.mark.usefixtures("fresh_compiler")
+class TestCompiledOnGpu:
+    pytestmark = on_gpu
+
+    def test_gradient(self, name: str) -> None:
+        check_compiled_gradient(name, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,9 @@ def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) ->
         return dtau * u
     # A second derivative goes through operations of torch.
     once = not torch.is_grad_enabled() and dtau.dtype == torch.float32
-    if once and (kernels := _kernels(u)) is not None:
-        with torch.cuda.device_of(u):
-            found: Tensor = kernels.thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
-        return found.reshape(u.shape)
+    if once and has_kernels(u):
+        found: Tensor = torch.ops.gossamer.thresholds_backward(u, tau, dtau)
+        return found
     u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
     last = _last_live(u, tau) if last is None else last.reshape(u.shape)
     step = torch.arange(u.shape[-1], device=u.device)
@@ -235,6 +234,12 @@ def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) ->
     du = inside.sums(torch.where(count > 0, steps / count.clamp(min=1), 0))
     du = du + next_one.sums(torch.where((count == 0) & (equals > 0), steps / equals.clamp(min=1), 0))
     return du.to(dtau.dtype).reshape(dtau.shape)
+
+
+def _thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+    with torch.cuda.device_of(u):
+        found: Tensor = _kernels(u).thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+    return found.reshape(u.shape)
 
 
 class Steps(NamedTuple):
@@ -301,10 +306,12 @@ library.define("sparsek(Tensor u, SymInt k) -> (Tensor m, Tensor tau)")
 library.define("sparsek_causal(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
 library.define("sparsek_kept(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
 library.define("last_topk(Tensor u, SymInt k) -> Tensor")
+library.define("thresholds_backward(Tensor u, Tensor tau, Tensor dtau) -> Tensor")
 library.impl("sparsek", _sparsek, "CompositeExplicitAutograd")
 library.impl("sparsek_causal", _sparsek_causal, "CompositeExplicitAutograd")
 library.impl("sparsek_kept", _sparsek_kept, "CompositeExplicitAutograd")
 library.impl("last_topk", _last_topk, "CompositeExplicitAutograd")
+library.impl("thresholds_backward", _thresholds_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("gossamer::sparsek", lib=library)
@@ -316,6 +323,11 @@ def _sparsek_fake(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("gossamer::sparsek_causal", lib=library)
 def _sparsek_causal_fake(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return u.new_empty(u.shape), u.new_empty(u.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("gossamer::thresholds_backward", lib=library)
+def _thresholds_backward_fake(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+    return u.new_empty(u.shape)
 
 
 @torch.library.register_fake("gossamer::last_topk", lib=library)
