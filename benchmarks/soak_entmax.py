@@ -20,7 +20,7 @@ from soak_calls import FLOATS, INTEGERS, PLACES
 from soak_oracle import Spec
 from soak_outcomes import Outcome, begun, outcome_of
 from soak_patterns import shortened, spec_of
-from soak_rounding import exact, moved
+from soak_rounding import exact, moved, of_weights
 from torch import Tensor
 
 import gossamer as gs
@@ -310,6 +310,9 @@ def _entmax(c: Call, outcome: Outcome) -> Outcome:
         true, lambda rounding: definition.attend(inputs, r.kept, scale, exact_dout, None, rounding), low, c.seed + 1
     )
     actual = {"out": out.detach().reshape(B, H, Q, E)}
+    sizes = [*inputs[:2], inputs[2].abs(), of_alpha]
+    of_sizes = definition.attend(sizes, r.kept, scale, exact_dout, None, exact())["out"]
+    units["out"] = units["out"] + of_weights(of_sizes, low)
     units["out"] = torch.where(r.unsure[..., None], torch.inf, units["out"])
     units["out"] = torch.where(r.kept.any(-1)[..., None], units["out"], 0.0)
     if wanted and out.requires_grad:

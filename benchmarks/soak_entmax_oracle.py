@@ -123,7 +123,7 @@ def attend(
     s = scores(q, k, scale, rounding)
     p, _ = weights(s, (leaves[3] - 1)[:, None, None], kept)
     p = rounding.relative(p, 8.0)
-    p = multiplied(p, s, low, rounding)
+    p = multiplied(p, s, low)
     out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     found = list(torch.autograd.grad(out, leaves, rounding.relative(dout)))
     if rounding.eps:

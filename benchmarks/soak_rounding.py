@@ -59,28 +59,24 @@ class Rounding(NamedTuple):
         return torch.randn(x.shape, generator=self.generator, dtype=torch.float64).to(x.device, x.dtype)
 
 
-def multiplied(weights: Tensor, scores: Tensor, low: torch.dtype | None, rounding: Rounding) -> Tensor:
-    """Weights as tensor cores multiply values by them: rounded once. The gradient of `scores` is rounded likewise.
-
-    How a weight is rounded depends on what a kernel measures its exponent from: `rounding` draws errors of at most half
-    a unit in the last place.
+def multiplied(weights: Tensor, scores: Tensor, low: torch.dtype | None) -> Tensor:
+    """Weights as tensor cores multiply values by them: rounded once. So is the gradient of `scores`.
 
     Args:
-        low: the type of 16 bits; None: the one of no errors.
+        low: the type of 16 bits that operands of products have; None: nothing is rounded.
     """
-
-    def errors(x: Tensor) -> Tensor:
-        drawn = 2 * torch.rand(x.shape, generator=rounding.generator, dtype=torch.float64) - 1
-        return x * (1 + rounding.stored * drawn.to(x.device, x.dtype))
-
-    def once(x: Tensor) -> Tensor:
-        x = x if low is None else x.to(low).to(x.dtype)
-        return errors(x) if rounding.stored else x
-
-    if low is None and not rounding.stored:
+    if low is None:
         return weights
-    scores.register_hook(once)
-    return weights + (once(weights) - weights).detach()
+    scores.register_hook(lambda x: x.to(low).to(x.dtype))
+    return weights + (weights.to(low).to(weights.dtype) - weights).detach()
+
+
+def of_weights(out: Tensor, low: torch.dtype) -> Tensor:
+    """How far `out` of the magnitudes of values moves where each weight is off by half a unit in its last place.
+
+    What a kernel measures exponents from decides how a weight is rounded: of few keys plain attention may be exact.
+    """
+    return torch.finfo(low).eps / 2 * out if torch.finfo(low).bits == 16 else torch.zeros_like(out)
 
 
 def exact() -> Rounding:

@@ -18,7 +18,7 @@ import torch
 from soak_arguments import laid_out, unbatched
 from soak_calls import FLOATS, PLACES
 from soak_outcomes import Outcome, begun, outcome_of
-from soak_rounding import exact, moved
+from soak_rounding import exact, moved, of_weights
 from torch import Tensor
 
 import gossamer as gs
@@ -317,6 +317,8 @@ def _attention(c: Call, outcome: Outcome) -> Outcome:
     true = of(inputs, None, exact())
     plain = of([x.to(wide) for x in inputs], low if torch.finfo(low).bits == 16 else None, exact())
     units = moved(true, lambda rounding: of(inputs, None, rounding), low, c.seed + 1)
+    of_sizes = of([*inputs[:2], inputs[2].abs()], None, exact())["out"]
+    units["out"] = units["out"] + of_weights(of_sizes, low)
     units["out"] = torch.where(unsure[..., None], math.inf, units["out"])
     units["lse"] = torch.where(unsure, math.inf, units["lse"] + 8 * torch.finfo(wide).eps)
     units["du"] = units["du"] + 4 * torch.finfo(c.score_type).eps * true["size of du"]

@@ -152,11 +152,11 @@ def attend(
     lse = s.logsumexp(-1)
     p = rounding.relative((s - lse[..., None]).exp(), 8.0)
     weight = p * opened if c.gate in ("v", "kv") else p
-    whole = (weight @ v).detach()
-    weight = multiplied(weight, plain, low, rounding)
+    exact_out = (weight @ v).detach()
+    weight = multiplied(weight, plain, low)
     out = weight @ v
     kept_out = out.detach() if low is None else out.detach().to(low).to(out.dtype)
-    dlse = dlse + (dout * (whole - kept_out)).sum(-1)  # a backward reads what was stored
+    dlse = dlse + (dout * (exact_out - kept_out)).sum(-1)  # a backward reads what was stored
     if rounding.eps:
         dlse = rounding.absolute(dlse, 4 * (p * (dout.abs() @ v.abs().mT)).sum(-1)) + rounding.of_delta(dout, out)
     loss = (out * rounding.relative(dout)).sum() + (lse * dlse).sum()

@@ -16,6 +16,7 @@ import torch
 
 import gossamer as gs
 from tests.support.exact import no_gpu
+from tests.support.processes import INTERPRETING, in_interpreter
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CALLS = 300
@@ -258,6 +259,56 @@ def test_an_error_that_is_no_refusal_is_found(
         monkeypatch.setattr(soak_attention, "attention", fails)
         assert soak.main(["--one", str(seed)]) == 1
         assert message in capsys.readouterr().out
+
+
+def test_an_error_in_code_without_a_file_is_said() -> None:
+    from soak_outcomes import Outcome, outcome_of
+
+    begun = Outcome(1, "none", "none", None, None, "")
+    code = compile("raise RuntimeError('broken')", "<made at run time>", "exec")
+    found = outcome_of(begun, lambda outcome: exec(code), lambda error: None)
+    assert found.wrong == "RuntimeError: broken (<made at run time>:1)"
+
+
+@pytest.fixture
+def call_of_16_bits() -> Any:
+    """A call of `sparsek_attention` in float16 with few keys: of kv gates, for the gradients of lse alone."""
+    import soak_sparsek
+
+    return soak_sparsek.Call(
+        8249, "cpu", "attention", torch.float16, torch.float32, (1, 1, 1, 1, 40, 40, 64), 2, "far", 1, 40, "support",
+        "kv", True, 3.0, False, True, "lse", ("plain", "plain", "plain", "plain"), -1, "gradients", False, None,
+    )  # fmt: skip
+
+
+if INTERPRETING:
+
+    def test_kernels_of_16_bits(call_of_16_bits: Any) -> None:
+        import soak_sparsek
+
+        assert soak_sparsek.run(call_of_16_bits).wrong is None
+
+else:
+
+    @pytest.mark.slow
+    def test_interpreted() -> None:
+        """P and dS are rounded to 16 bits, which moves what lse alone gives to q and k."""
+        pytest.importorskip("triton")
+        in_interpreter("tests/bench/test_soak.py", "test_kernels_of_16_bits")
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_a_scale_that_is_off_is_seen_in_16_bits(
+    factor: float, call_of_16_bits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import soak_sparsek
+
+    def off(*args: Any, scale: float, **options: Any) -> Any:
+        return gs.sparsek_attention(*args, scale=factor * scale, **options)
+
+    assert soak_sparsek.run(call_of_16_bits).wrong is None
+    monkeypatch.setattr(soak_sparsek, "sparsek_attention", off)
+    assert soak_sparsek.run(call_of_16_bits).wrong is not None
 
 
 def crashes(pipe: Any, family: str, device: str) -> None:

@@ -72,8 +72,8 @@ def test_the_kernels_of_tiles_compile(kind: str, given: tuple[Any, ...]) -> None
     assert max(stack) <= SPILLS.get((kind, config.D, config.E), 0), stack
 
 
-# Every launch of a forward and a backward is compiled in place of being run, on tensors of a CPU.
-SCRIPT = """
+# Every launch of some kernels, or of all, is compiled in place of being run, on tensors of a CPU.
+INSTEAD = """
 import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -83,13 +83,16 @@ from gossamer.kernels.entmax.calls import Call
 from gossamer.kernels.entmax.gradient import backward
 from gossamer.kernels.entmax.launch import forward
 from gossamer.kernels.triton.config import SHARED_MEMORY
-sm = int(sys.argv[1])
+sm, only = int(sys.argv[1]), sys.argv[2:]
 types = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
          torch.bool: "i1"}
 made = set()
 
 def compile_instead(self, grid):
+    name = self.fn.__name__
     def call(*arguments, num_warps=4, num_stages=3, **named):
+        if only and name not in only:
+            return
         values = dict(zip(self.arg_names, arguments)) | named
         constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
         signature = {}
@@ -101,11 +104,13 @@ def compile_instead(self, grid):
         source = ASTSource(fn=self, signature=signature, constexprs=constants)
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         shared = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).metadata.shared
-        assert shared <= SHARED_MEMORY[sm], (self.fn.__name__, shared)
-        made.add(self.fn.__name__)
+        assert shared <= SHARED_MEMORY[sm], (name, shared)
+        made.add(name)
     return call
 
 JITFunction.__getitem__ = compile_instead
+"""
+SCRIPT = """
 for dtype, D, top_k, same, G, positions in (
     (torch.bfloat16, 64, None, 0.5, 2, False), (torch.float32, 64, 8, None, 1, True),
     (torch.float16, 128, 64, 0.0, 2, False),
@@ -118,9 +123,26 @@ for dtype, D, top_k, same, G, positions in (
 assert len(made) == 19, made
 """
 
+# The largest tiles that select: more than 32 of the k largest, and the largest head sizes.
+SELECTION = """
+for dtype, D, top_k in (
+    (torch.float32, 128, 57), (torch.float32, 256, 57), (torch.float32, 256, 8), (torch.float16, 256, 57),
+):
+    q = torch.empty(1, 1, 64, D, dtype=dtype)
+    call = Call(q, q, q, torch.zeros(1), 0.5, 0.1, top_k, 1, 0, None, None, None, None)
+    forward(call, keep_lists=True, with_out=False)
+assert len(made) == 2, made
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90])
 def test_triton_kernels_compile(sm: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    compiled(SCRIPT, sm, cache=tmp_path)
+    compiled(INSTEAD + SCRIPT, sm, cache=tmp_path)
+
+
+@pytest.mark.slow
+def test_what_selects_fits_for_all_types_and_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    compiled(INSTEAD + SELECTION, 90, "select_kernel", "large_kernel", cache=tmp_path)

@@ -137,7 +137,6 @@ if INTERPRETING:
         check_compiled_gradient(("sparsek_causal", "sparsek_kept")[part], "cpu")
 
 
-
 else:
 
     @pytest.mark.slow

@@ -46,8 +46,10 @@ def selecting(c: Call, only_keys: bool) -> SelectConfig | Triton:
     if config is not None:
         return config
     # A bound of the k largest needs more groups of keys than k.
-    few = c.top_k is None or c.top_k < 32
-    return Triton(64 if padded(c.q.shape[3]) * c.q.element_size() <= 512 else 32, 64 if few else 128, BUFFER)
+    step = 64 if c.top_k is None or c.top_k < 32 else 128
+    # Products of float32 hold their operands in two parts.
+    held = padded(c.q.shape[3]) * step * c.q.element_size() * (2 if c.q.dtype == torch.float32 else 1)
+    return Triton(64 if held <= 2**16 else 32, step, BUFFER)
 
 
 def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
