@@ -264,9 +264,13 @@ def test_an_error_that_is_no_refusal_is_found(
 def test_an_error_in_code_without_a_file_is_said() -> None:
     from soak_outcomes import Outcome, outcome_of
 
-    begun = Outcome(1, "none", "none", None, None, "")
     code = compile("raise RuntimeError('broken')", "<made at run time>", "exec")
-    found = outcome_of(begun, lambda outcome: exec(code), lambda error: None)
+
+    def fails(outcome: Outcome) -> Outcome:
+        exec(code)
+        return outcome
+
+    found = outcome_of(Outcome(1, "none", "none", None, None, ""), fails, lambda error: None)
     assert found.wrong == "RuntimeError: broken (<made at run time>:1)"
 
 
