@@ -20,7 +20,7 @@ from soak_calls import FLOATS, INTEGERS, PLACES
 from soak_oracle import Spec
 from soak_outcomes import Outcome, begun, outcome_of
 from soak_patterns import shortened, spec_of
-from soak_rounding import exact, moved, of_weights
+from soak_rounding import exact, moved, of_weights, stored_as
 from torch import Tensor
 
 import gossamer as gs
@@ -309,6 +309,7 @@ def _entmax(c: Call, outcome: Outcome) -> Outcome:
     units = moved(
         true, lambda rounding: definition.attend(inputs, r.kept, scale, exact_dout, None, rounding), low, c.seed + 1
     )
+    stored_as(units, true, c.dtype)
     actual = {"out": out.detach().reshape(B, H, Q, E)}
     sizes = [*inputs[:2], inputs[2].abs(), of_alpha]
     of_sizes = definition.attend(sizes, r.kept, scale, exact_dout, None, exact())["out"]

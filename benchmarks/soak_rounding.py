@@ -111,3 +111,10 @@ def moved(true: Results, again: Callable[[Rounding], Results], low: torch.dtype,
         whole = x.flatten().amax() if x.numel() else 0.0
         found[name] = FACTOR * of_rows + 0.5 * whole + 8 * eps * large + stored * size + least
     return found
+
+
+def stored_as(units: Results, true: Results, dtype: torch.dtype) -> None:
+    """Add to what rounding may do to dq, dk and dv that they are stored in the type of q once more, as under autocast."""
+    info = torch.finfo(dtype)
+    for name in ("dq", "dk", "dv"):
+        units[name] = units[name] + info.eps / 2 * true[name].abs() + info.smallest_normal * info.eps

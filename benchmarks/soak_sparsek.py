@@ -18,7 +18,7 @@ import torch
 from soak_arguments import laid_out, unbatched
 from soak_calls import FLOATS, PLACES
 from soak_outcomes import Outcome, begun, outcome_of
-from soak_rounding import exact, moved, of_weights
+from soak_rounding import exact, moved, of_weights, stored_as
 from torch import Tensor
 
 import gossamer as gs
@@ -319,6 +319,7 @@ def _attention(c: Call, outcome: Outcome) -> Outcome:
     units = moved(true, lambda rounding: of(inputs, None, rounding), low, c.seed + 1)
     of_sizes = of([*inputs[:2], inputs[2].abs()], None, exact())["out"]
     units["out"] = units["out"] + of_weights(of_sizes, low)
+    stored_as(units, true, c.dtype)
     units["out"] = torch.where(unsure[..., None], math.inf, units["out"])
     units["lse"] = torch.where(unsure, math.inf, units["lse"] + 8 * torch.finfo(wide).eps)
     units["du"] = units["du"] + 4 * torch.finfo(c.score_type).eps * true["size of du"]
