@@ -114,7 +114,7 @@ def moved(true: Results, again: Callable[[Rounding], Results], low: torch.dtype,
 
 
 def stored_as(units: Results, true: Results, dtype: torch.dtype) -> None:
-    """Add to what rounding may do to dq, dk and dv that they are stored in the type of q once more, as under autocast."""
+    """Add to what rounding may do to dq, dk and dv that they are stored in the type of q, as under autocast."""
     info = torch.finfo(dtype)
     for name in ("dq", "dk", "dv"):
         units[name] = units[name] + info.eps / 2 * true[name].abs() + info.smallest_normal * info.eps
