@@ -324,6 +324,9 @@ def _attention(c: Call, outcome: Outcome) -> Outcome:
     units["lse"] = torch.where(unsure, math.inf, units["lse"] + 8 * torch.finfo(wide).eps)
     units["du"] = units["du"] + 4 * torch.finfo(c.score_type).eps * true["size of du"]
     units["du"] = units["du"] + 2 * torch.finfo(c.score_type).smallest_normal
+    # A sum over steps that the type of u does not hold is none for any key.
+    over = true["size of du"].amax(-1, keepdim=True) > torch.finfo(c.score_type).max / N
+    units["du"] = torch.where(over, math.inf, units["du"])
     actual = {"out": out.detach().reshape(B, H, N, E)}
     if told:
         actual["lse"] = lse.detach().reshape(B, H, N)
