@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gossamer as gs
 import gossamer.jax as gsj
 from gossamer import particles as gp
+from gossamer.jax.kernels import recipes
 
 H, G, D, E = 4, 2, 8, 5
 SIZES = [(2, 0, 7), (2, 7, 0), (2, 0, 0), (0, 7, 9), (0, 0, 0)]
@@ -149,3 +150,27 @@ def test_no_channels() -> None:
     assert gp.radial_sum(cells, jnp.ones((9, 0)), gp.Gaussian(0.1)).shape == (9, 0)
     grad = jax.grad(lambda x: gp.radial_sum(gp.Cells.build(x, 0.2), jnp.ones((9, 0)), gp.Gaussian(0.1)).sum())(x)
     assert not grad.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(recipes.chip() is None, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_where_kernels_compute_the_rest(sizes: tuple[int, int, int]) -> None:
+    """In 16 bits, by name too, mapped over nothing, and particles whose kernels are given no memory."""
+    B, Q, K = sizes
+    q, k = jnp.ones((B, Q, H, 64), jnp.bfloat16), jnp.ones((B, K, G, 64), jnp.bfloat16)
+    for name in (None, "hopper"):
+
+        def attend(q: Any, k: Any, name: str | None = name) -> Any:
+            return gsj.attention(q, k, k, gs.SlidingWindow(3), implementation=name, return_residual=True)
+
+        out, lse = jax.jit(attend)(q, k)
+        assert out.shape == q.shape and not out.any() and bool((lse == -jnp.inf).all())
+        grads = jax.jit(jax.grad(lambda q, k, attend=attend: attend(q, k)[0].astype(jnp.float32).sum(), (0, 1)))(q, k)
+        assert [g.shape for g in grads] == [q.shape, k.shape] and not any(g.any() for g in grads)
+    some = jnp.ones((0, 2, 64, H, 64), jnp.bfloat16)
+    assert jax.vmap(lambda q: gsj.attention(q, q, q, gs.Causal()))(some).shape == some.shape
+    x, v = jnp.zeros((0, 2)), jnp.zeros((0, 3))
+    assert all(0 in one.shape for one in jax.jit(lambda x, v: every(x, v, 8))(x, v))
+    lists = gp.Neighbors.allocate(jnp.ones((9, 2)), 0.2, capacity=0)
+    assert lists.overflow and lists.indices.shape == (9, 0)

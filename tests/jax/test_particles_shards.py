@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gossamer import particles as gp
+from gossamer.jax.kernels import recipes
 from tests.particles import oracle
 
 DEVICES, N, RADIUS, BOX = 4, 70, 0.25, (1.0, None, 0.9)
@@ -183,3 +184,32 @@ def test_slabs_with_halos() -> None:
     assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()
     grads = [jax.jit(jax.grad(lambda x, m, f=f: (f(x, m) ** 2).sum(), (0, 1)))(x, mass) for f in (inside, whole)]
     near(*grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(recipes.chip() is None or recipes.chip().sm != 90, reason="needs a GPU of capability 9.0")
+@pytest.mark.parametrize("name", ["sum", "force", "dot", "gaussian", "dot+gaussian"])
+def test_kernels_in_a_mesh_of_one(name: str) -> None:
+    """What kernels give, which say nothing of a mesh, has the type that the mesh asks for; gradients too."""
+    mesh = jax.make_mesh((1,), ("slabs",), axis_types=(AxisType.Auto,))
+    x, v = X[:200], V[:200]
+
+    def f(x: Array, v: Array) -> Array:
+        if name in ("sum", "force"):
+            return density(x, v) if name == "sum" else force(x, v)
+        neighbors = gp.Neighbors.allocate(x, RADIUS, BOX, capacity=128)
+        heads = jnp.repeat(v[:, None], 8, axis=2).astype(jnp.bfloat16)
+        q, k, width = (None, None, 0.1) if name == "gaussian" else (heads, heads, None if name == "dot" else 0.1)
+        return gp.neighbor_attention(q, k, heads, neighbors, kernel=name, bandwidth=width).astype(jnp.float32)
+
+    def total(f: Function) -> Function:
+        return lambda x, v: (f(x, v) ** 2).sum()
+
+    inside = jax.shard_map(f, mesh=mesh, in_specs=P("slabs"), out_specs=P("slabs"))
+    one = jax.jit(jax.value_and_grad(total(inside), (0, 1)))(x, v)
+    other = jax.jit(jax.value_and_grad(total(f), (0, 1)))(x, v)
+    near(one, other)
+    by_each = jax.shard_map(jax.grad(total(f), (0, 1)), mesh=mesh, in_specs=P("slabs"), out_specs=P("slabs"))
+    near(jax.jit(by_each)(x, v), other[1])
+    shared = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("slabs")), out_specs=P("slabs"))
+    near(jax.jit(jax.grad(total(shared), (0, 1)))(x, v), other[1])
