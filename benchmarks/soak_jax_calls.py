@@ -378,7 +378,8 @@ def of_attention(r: random.Random) -> Program:
         options["scale"] = scale
     options["implementation"] = r.choice([None, None, None, "blocked"])
     one_batch, has = r.random() < 0.15, {name: r.random() < 0.25 for name in ("lengths", "sinks", "slopes")}
-    size = r.choice([1.0, 1.0, 6.0, 1e-3])
+    size, each_its_own, distance = r.choice([1.0, 1.0, 6.0, 1e-3]), r.random() < 0.3, r.choice(["signed", "absolute"])
+    options["alibi_distance"] = distance if has["slopes"] else None
 
     def shapes(rng: np.random.Generator) -> Arrays:
         shared = 1 if one_batch else B
@@ -390,7 +391,7 @@ def of_attention(r: random.Random) -> Program:
         if has["sinks"]:
             made["sinks"] = rng.choice([-30.0, 0.0, 1.0, 20.0], H).astype(wide)
         if has["slopes"]:
-            made["slopes"] = -rng.choice([0.0, 0.01, 0.5], H).astype(wide)
+            made["slopes"] = rng.choice([0.0, 0.01, 0.5, -0.05], (B, H) if each_its_own else H).astype(wide)
         if scale == "traced":
             made["scale"] = np.asarray(rng.choice([0.3, -1.0, 0.05]), wide)
         return made
@@ -411,7 +412,7 @@ def of_attention(r: random.Random) -> Program:
         number = float(fixed if traced is None else traced)
         terms = Terms(
             keep, number, offset, softcap, arrays.get("lengths"), arrays.get("sinks"), arrays.get("slopes"),
-            folded=traced is not None,
+            folded=traced is not None, absolute=distance == "absolute",
         )  # fmt: skip
         given = arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
         return attended(given, terms, dtype)

@@ -28,7 +28,8 @@ class Terms(NamedTuple):
     softcap: float | None = None
     lengths: Array | None = None  # (B,)
     sinks: Array | None = None  # (H,)
-    slopes: Array | None = None  # (H,)
+    slopes: Array | None = None  # (H,) or (B, H)
+    absolute: bool = False  # slopes are of -|i - j|, not of j - i
     bias: Array | None = None  # (Q, K): added to the scores
     folded: bool = False  # the scale is multiplied into q, in q's type
 
@@ -69,7 +70,8 @@ def attention(
         s = tanh * dtype(t.softcap)
     i, j = np.arange(Q)[:, None] + t.offset, np.arange(K)
     if t.slopes is not None:
-        s = s + np.asarray(t.slopes).astype(dtype)[:, None, None] * (j - i).astype(dtype)
+        distance = -np.abs(j - i) if t.absolute else j - i
+        s = s + np.asarray(t.slopes).astype(dtype)[..., None, None] * distance.astype(dtype)
     if t.bias is not None:
         s = s + t.bias.astype(dtype)
     keep = np.broadcast_to(t.keep, s.shape)
