@@ -359,6 +359,7 @@ def of_attention(r: random.Random) -> Program:
     keep = np.ones((1, 1, Q, K), bool)
     pattern: Any = None
     sizes = [jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in ((B, Q, H, D), (B, K, G, D))]
+    moved = options.pop("q_offset", None) if form == "blocks" else None
     if form == "blocks" and Q and K:
         listed = np.random.default_rng(r.randrange(2**31)).integers(-1, -(-K // 32), (H, -(-Q // 32), 2))
         chosen = (listed[..., None] == np.arange(-(-K // 32))).any(-2)
@@ -399,7 +400,9 @@ def of_attention(r: random.Random) -> Program:
     def call(q: Any, k: Any, v: Any, lengths: Any = None, sinks: Any = None, slopes: Any = None, scale: Any = None
              ) -> Arrays:  # fmt: skip
         given = (
-            gsj.prepare_blocks(jnp.asarray(listed), q, k, block_size=32) if form == "blocks" and Q and K else pattern
+            gsj.prepare_blocks(jnp.asarray(listed), q, k, block_size=32, q_offset=moved)
+            if form == "blocks" and Q and K
+            else pattern
         )
         more = options if scale is None else options | {"scale": scale}
         out, lse = attention(

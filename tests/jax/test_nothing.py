@@ -84,9 +84,18 @@ def test_transformations() -> None:
     mapped = jax.shard_map(lambda q, k: attend(q, k, k), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     assert not mapped(q[0], k[0])[0].any()
     assert not jax.grad(lambda q: mapped(q, k[0])[0].sum())(q[0]).any()
+
+    def pulled(q: Any, k: Any, dout: Any) -> Any:
+        """With queries that all devices share: results differ over them by their type."""
+        sinks = jnp.ones(H)
+        return jax.vjp(lambda q: gsj.attention(q, k, k, gs.Causal(), sink_logits=sinks), q)[1](dout)
+
+    q, k, dout = jnp.ones((1, 0, H, D)), jnp.ones((2, 9, G, D)), jnp.ones((2, 0, H, D))
+    specs = P(), P("x"), P("x")
+    assert jax.jit(jax.shard_map(pulled, mesh=mesh, in_specs=specs, out_specs=P()))(q, k, dout)[0].shape == q.shape
     two, one = jnp.ones((5, D)), jnp.ones((0, D))
     assert gsj.attention(two, one, one).shape == (5, D) and gsj.attention(one, two, two).shape == (0, D)
-    assert "no" not in gsj.explain(q[0], k[0], k[0], gs.Causal()).implementation
+    assert gsj.explain(two[None, :, None], one[None, :, None], one[None, :, None]).implementation == "blocked, in lax"
 
 
 def test_points() -> None:

@@ -100,8 +100,7 @@ def forward(
 
     if not (lists.groups and c.split.copies):  # no tiles, or no batch elements
         shape = (*q.shape[:3], v.shape[3])
-        nothing = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
-        out, lse = varying_with(nothing, (q, k, v))
+        out, lse = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
     else:
         out, lse = over_rows(config.rows, lists, c.split, body, (0.0, -jnp.inf), differentiable)
         N, block = config.rows.rows, config.rows.block_rows
@@ -112,7 +111,8 @@ def forward(
         joined = jnp.logaddexp(lse, sink)
         # A row that keeps nothing is 0 whatever the gradient of its output is.
         out, lse = jnp.where(lse[..., None] == -jnp.inf, 0.0, out * jnp.exp(lse - joined)[..., None]), joined
-    return Results(out.astype(q.dtype), lse)
+    found: Results = varying_with(Results(out.astype(q.dtype), lse), (q, k, v, vectors))
+    return found
 
 
 def backward(
