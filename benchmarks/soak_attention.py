@@ -95,7 +95,7 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         if c.bshd and not out.is_contiguous():
             return outcome._replace(wrong="out is not contiguous in its layout")
         results = in_layout(c, out), *more
-        value = float(D**-0.5 if scale is None else scale.detach() if isinstance(scale, Tensor) else scale)
+        value = float(D**-0.5 if scale is None else scale.detach().item() if isinstance(scale, Tensor) else scale)
         terms = Terms(
             value, c.offset, None if c.softcap is None else float(c.softcap),
             None if lengths is None else lengths.tolist(), sinks, slopes, c.distance or "signed",

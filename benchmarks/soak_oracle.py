@@ -233,7 +233,7 @@ def big_bird_rule(
     row, column = np.ogrid[:n, :n]
     of_rows = (row < ends) | (row >= n - ends)
     must = of_rows | (column < ends) | (column >= n - ends) | (abs(row - column) <= window // 2)
-    may = ~must & (~causal | (column <= row - 2)) if causal else ~must
+    may = ~must & (column <= row - 2) if causal else ~must
     return must, may, np.minimum(may.sum(1), random)
 
 

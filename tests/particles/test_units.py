@@ -79,8 +79,9 @@ def test_kernels_of_any_unit(setting: units.Setting) -> None:
     for n in units.FEW:
         units.check(sums(c, setting, n, "cuda"), first, n)
     for name, right in sums(c, setting, 0, "cpu").items():
-        scale = np.abs(right.value).max(axis=-1, keepdims=True)
-        assert (np.abs(first[name].value - right.value) <= 2e-4 * scale).all(), name
+        size = np.abs(right.value)  # where terms cancel, their rounding is that of the largest
+        near = 2e-4 * size.max(axis=-1, keepdims=True) + 1e-6 * size.max()
+        assert (np.abs(first[name].value - right.value) <= near).all(), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

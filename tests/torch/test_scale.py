@@ -166,13 +166,26 @@ def test_a_repeated_call_is_looked_up() -> None:
 
 
 U = torch.randn(B, G, N, generator=torch.Generator().manual_seed(1))
-EDGES = torch.tensor([0, 9, N * B])
+EDGES, STARTS = torch.tensor([0, 9, N * B]), torch.tensor([3, 0])
 ALONE = gs.LongNet((16, 40), (2, 4), heads=H)
+
+
+CONSTANTS = {"MASK": MASK, "U": U, "EDGES": EDGES, "STARTS": STARTS}
+ON_GPU: dict[str, Tensor] = {}  # the same: a call that moved one would wait
+
+
+def placed(name: str, device: torch.device) -> Tensor:
+    return CONSTANTS[name] if device.type == "cpu" else ON_GPU[name]
+
+
+@pytest.fixture
+def on_a_gpu() -> None:
+    ON_GPU.update({name: x.cuda() for name, x in CONSTANTS.items()})
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, s: Any) -> Tensor:
     flat = [y.transpose(1, 2).flatten(0, 1) for y in (q, k, v)]
-    found = gs.varlen(*flat, EDGES.to(q.device), pattern=gs.Causal(), scale=s)
+    found = gs.varlen(*flat, placed("EDGES", q.device), pattern=gs.Causal(), scale=s)
     return found.unflatten(0, (B, N)).transpose(1, 2)
 
 
@@ -187,8 +200,10 @@ def by_module(q: Tensor, k: Tensor, v: Tensor, s: Any) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "attention": lambda q, k, v, s: gs.attention(q, k, v, PATTERN, scale=s),
-    "a mask": lambda q, k, v, s: gs.attention(q, k, v, MASK.to(q.device), scale=s),
-    "a structure": lambda q, k, v, s: gs.attention(q, k, v, gs.Causal(), scale=s, key_starts=[3, 0]),
+    "a mask": lambda q, k, v, s: gs.attention(q, k, v, placed("MASK", q.device), scale=s),
+    "a structure": lambda q, k, v, s: gs.attention(
+        q, k, v, gs.Causal(), scale=s, key_starts=placed("STARTS", q.device)
+    ),
     "parts": lambda q, k, v, s: gs.attention(q, k, v, gs.Dilated(9, 0, 4), scale=s),
     "merge": lambda q, k, v, s: gs.attention(q, k, v, gs.Local(8) | gs.Causal(), scale=s, merge="lse"),
     "bshd": in_bshd,
@@ -196,7 +211,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "varlen": packed,
     "entmax": lambda q, k, v, s: gs.entmax_attention(q, k, v, PATTERN, scale=s),
     "SplashAttention": by_module,
-    "sparsek": lambda q, k, v, s: gs.sparsek_attention(q, k, v, U.to(q.device), k_keep=5, window=7, scale=s),
+    "sparsek": lambda q, k, v, s: gs.sparsek_attention(q, k, v, placed("U", q.device), k_keep=5, window=7, scale=s),
 }
 
 
@@ -327,7 +342,7 @@ def test_transforms_are_refused_as_ever() -> None:
 @no_gpu
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu(name: str, dtype: torch.dtype, on_a_gpu: None) -> None:
     """Nothing waits, and the numbers are those of float64 on the CPU."""
     x = inputs(dtype, "cuda", 64)
     scale = torch.nn.Parameter(torch.tensor(0.2, device="cuda"))
@@ -346,7 +361,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @no_gpu
 @pytest.mark.parametrize("name", ["attention", "varlen", "sparsek", "parts"])
-def test_a_captured_graph_reads_it_again(name: str) -> None:
+def test_a_captured_graph_reads_it_again(name: str, on_a_gpu: None) -> None:
     q, k, v, dout = inputs(torch.bfloat16, "cuda", 64)
     leaves = [y.requires_grad_() for y in (q, k, v)]
     scale = torch.nn.Parameter(torch.tensor(0.2, device="cuda"))

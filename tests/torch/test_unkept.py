@@ -19,19 +19,22 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def check(
-    device: str, dtype: torch.dtype, kept: np.ndarray, attend: Attend, *, sink: bool = False, D: int = 32
+    device: str, dtype: torch.dtype, kept: np.ndarray, attend: Attend, *, sink: bool = False, made: bool = False
 ) -> None:
     """Results and gradients of a call with zeros in what no kept pair has, and with NaN and infinities there.
 
     Args:
         kept: (B, H, Q, K), by the definition.
         attend: makes out and lse of q, k, v and sinks (or None).
+        made: structure is made on the device, where Hopper's kernels for 16 bits promise nothing of keys (limits).
     """
     generator = torch.Generator().manual_seed(3)
     B, H, Q, K = kept.shape
     G = H // 2
     rows = torch.from_numpy(~kept.any(-1)).to(device)
     keys = torch.from_numpy(~kept.reshape(B, G, 2, Q, K).any((2, 3))).to(device)
+    if made and device == "cuda" and dtype == torch.bfloat16:
+        keys = torch.zeros_like(keys)
     assert rows.any() or keys.any()
 
     def draw(*shape: int) -> Tensor:
@@ -89,7 +92,7 @@ class TestCalls:
             more = {"q_offset": -20, "key_lengths": lengths.to(device)}
             return gs.attention(q, k, v, pattern, **more, sink_logits=sinks, return_lse=True)
 
-        check(device, dtype, np.broadcast_to(kept[:, None], (2, 2, 150, 120)), attend, sink=sink)
+        check(device, dtype, np.broadcast_to(kept[:, None], (2, 2, 150, 120)), attend, sink=sink, made=True)
 
     @pytest.mark.parametrize("pattern", [gs.Dense(), gs.Causal(), gs.SlidingWindow(9)], ids=str)
     def test_packed_sequences(self, device: str, dtype: torch.dtype, pattern: gs.Pattern) -> None:
@@ -109,7 +112,7 @@ class TestCalls:
             out, lse = gs.varlen(*flat, *at[:2], seqused_k=at[2], pattern=pattern, **more)
             return out.transpose(0, 1)[None], lse[None]
 
-        check(device, dtype, np.broadcast_to(kept, (1, 4, 110, 150)), attend)
+        check(device, dtype, np.broadcast_to(kept, (1, 4, 110, 150)), attend, made=True)
 
     @pytest.mark.parametrize("sink", [False, True])
     def test_lists_of_keys_and_of_blocks(self, device: str, dtype: torch.dtype, sink: bool) -> None:

@@ -55,7 +55,9 @@ class Inputs(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `attention`."""
-        return self.terms._asdict()
+        terms = self.terms._asdict()
+        distance = "absolute" if terms.pop("absolute") else "signed"
+        return terms | {"alibi_distance": None if self.terms.alibi_slopes is None else distance}
 
     def batched(self) -> Inputs:
         """The same in four dimensions."""

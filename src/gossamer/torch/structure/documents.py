@@ -57,6 +57,7 @@ class DocumentIds(Structure):
         self.ids, self.length = ids, ids.shape[-1]
         self.edges: Tensor | None = None
         self.checked = self.on_host = False
+        self.read: Tensor | None = None  # entries of the host that were moved since
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Edges, length: int, *, check: bool = False) -> DocumentIds:
@@ -103,14 +104,16 @@ class DocumentIds(Structure):
         if not self.on_host or self.ids.device == device:
             return self
         made = copy(self)
-        made.ids = made.edges = self.ids.to(device)
+        made.ids, made.read = self.ids.to(device), self.ids
+        made.edges = made.ids
         return made
 
     def check(self, sizes: Sizes) -> None:
         if self.length != sizes.K:
             raise ValueError(f"ids of DocumentIds must have K={sizes.K} positions; got {self.length}")
-        if self.edges is not None and is_read("DocumentIds", self.checked, self.edges):
-            check_ascending("cu_seqlens", self.edges, self.length, "length")
+        edges = self.edges if self.read is None else self.read
+        if edges is not None and is_read("DocumentIds", self.checked, edges):
+            check_ascending("cu_seqlens", edges, self.length, "length")
         if self.edges is None and self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.B):
             raise ValueError(
                 f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"

@@ -87,6 +87,7 @@ class PackedSequences(Structure):
             "seqused_k": seqused_k,
         }
         self._on_host = [name for name, x in given.items() if x is not None and not isinstance(x, Tensor)]
+        self._read: dict[str, Tensor] = {}  # edges of the host that were moved since
         self.rule = rule_of(pattern, ONE_BY_ONE, f"Dense, Causal, Local, SlidingWindow, {UNIONS}")
         if any(reach.step > 1 for reach in self.rule.reaches):
             raise Unsupported(f"pattern, {show(pattern)}, has a step, which is not counted in sequences. {ONE_BY_ONE}")
@@ -105,6 +106,7 @@ class PackedSequences(Structure):
         if not moved:
             return self
         made = copy(self)
+        made._read = {name: getattr(self, name) for name in moved}
         for name in moved:
             setattr(made, name, getattr(self, name).to(device))
         return made
@@ -115,8 +117,9 @@ class PackedSequences(Structure):
             ("cu_seq_q", self.cu_seq_q, sizes.Q, "T"),
             ("cu_seq_k", self.cu_seq_k, sizes.K, "S"),
         ):
-            if is_read("PackedSequences", self.checked, edges):
-                check_ascending(name, edges, most, end)
+            read = self._read.get(name, edges)
+            if is_read("PackedSequences", self.checked, read):
+                check_ascending(name, read, most, end)
 
     def bounds(self, position: Tensor, sizes: Sizes) -> None:
         """Those of `reached` are within the sequences."""
