@@ -77,7 +77,7 @@ def test_every_public_pattern_has_a_name_here() -> None:
         ("3", ["a pattern is expected, got int 3"]),
         ("Dense() & 3", ["join patterns, got int 3", "column 11"]),
         ("BigBird(blck=3)", ["blck", "accepted is BigBird(block=64"]),
-        ("SlidingWindow(-4)", ["got -4", "accepted is SlidingWindow(left, right=0, sinks=0)"]),
+        ("SlidingWindow(4, sinks=-4)", ["got -4", "accepted is SlidingWindow(left, right=0, sinks=0)"]),
         ("SlidingWindow(*[1])", ["* is not accepted"]),
         ("SlidingWindow(**{})", ["** is not accepted"]),
         ("SlidingWindow(left=1, left=2)", ["repeated"]),
