@@ -19,8 +19,8 @@ class Attended(NamedTuple):
         return x if self.rows is None else torch.where(self.rows, x, 0.0)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """`x` (B, G, K, size), and 0 in keys that no query keeps."""
-        return x if self.keys is None else torch.where(self.keys, x, 0.0)
+        """`x` (B, G, K, size), and 0 in keys that no query keeps; of growing keys there may be fewer than K."""
+        return x if self.keys is None else torch.where(self.keys[:, :, : x.shape[2]], x, 0.0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

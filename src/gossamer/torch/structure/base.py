@@ -249,7 +249,7 @@ def vector_of(name: str, given: Any, entries: int | None = None) -> Tensor:
     if isinstance(given, (list, tuple)):
         numbers = [whole(x) for x in given]
         if None not in numbers and all(-(2**63) <= x < 2**63 for x in numbers):
-            made = torch.tensor(numbers, dtype=torch.int64)
+            made = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     elif isinstance(given, np.ndarray) and given.dtype.kind in "iu":
         made = torch.from_numpy(given.astype(np.int64))
     right = isinstance(made, Tensor) and not made.is_nested and made.dtype in INTEGERS and made.ndim == 1
