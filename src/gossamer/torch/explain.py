@@ -334,10 +334,10 @@ def explain(
     q, k, v, backward = a.q, a.k, a.v, a.backward
     plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
-    check_rows(p, scoring, attended.handle)
+    actual = problem_of(a, attended.geometry)
+    check_rows(actual, scoring, attended.handle)
     check_distances(a, scoring, attended.handle)
     check_sizes(a, attended.handle)
-    actual = problem_of(a, attended.geometry)
     if actual.empty:
         return _of_nothing(actual, plan, _tensor_bytes(q, k, v), attended.made_from or None)
     whole = None if attended.data else pattern_of(attended.handle)
