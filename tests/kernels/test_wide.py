@@ -131,6 +131,7 @@ for dtype, kind, edge, block, precision in (
 ):
     shape = dict(TILE_ROWS=128, TILE_COLUMNS=128, PRECISION=precision)
     products = dict(GROUP=1, D=1024, E=1024, R=edge, C=edge, STEP=product_step(dtype, sm), SOFTCAP=False, **shape)
+    products |= dict(ALIBI=0)
     results = dict(R=64, C=64, BLOCK=block, CLEAR=True, **shape)
     gradient = dict(MEMBERS=1, X_GROUP=1, SIZE=1024, ADD=False, **results)
     work = [(kernels.products_kernel, products | {"BACKWARD": back}) for back in (False, True)]
