@@ -132,7 +132,7 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
         seen.add((kernel, D, tile))
         precision = "ieee" if dtype == "bfloat16" else "tf32x3"
         constants = dict(GROUP=1, D=D, E=D, BLOCK_D=D, BLOCK_E=D, R=tile.R, C=tile.C, SOFTCAP=False)
-        constants |= {"PRECISION": precision, "ONE_ROW": False}
+        constants |= {"PRECISION": precision, "ONE_ROW": False, "ALIBI": 0}
         constants |= dict.fromkeys(NONE & set(kernel.arg_names))
         signature = {}
         for name in kernel.arg_names:
