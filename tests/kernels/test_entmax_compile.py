@@ -15,7 +15,7 @@ from gossamer.kernels.hopper.device.tiled.configurations import (
     tiled_columns_config,
     tiled_config,
 )
-from tests.kernels.test_hopper_compile import resources
+from tests.support.cubins import resources
 from tests.support.processes import compiled
 
 CONFIGS = {

@@ -17,7 +17,7 @@ from gossamer.kernels.hopper import compiled, missing_packages
 from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
 from gossamer.select import sparse_k_attention
 from tests.kernels.test_gated_kernels import operands, wide
-from tests.kernels.test_hopper_compile import resources
+from tests.support.cubins import resources
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))

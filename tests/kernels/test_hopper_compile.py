@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +33,7 @@ from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.shipped import SIZES, Shipped, shipped
 from gossamer.plan.capability import reasons
 from gossamer.plan.problem import Problem
+from tests.support.cubins import machine_code, resources
 
 # Bytes of stack of the kernels that spill.
 SPILLS = {"forward-bfloat16-64-64-192-128-softcap": 48}
@@ -150,36 +150,6 @@ def name_of(kernel: Shipped) -> str:
     return "-".join(str(value) for value in (kernel.kind, *values))
 
 
-def resources(data: bytes) -> tuple[list[int], list[int]]:
-    """Registers a thread, and bytes of stack a thread (spills among them), of every kernel of an object file."""
-    registers: list[int] = []
-    stack: list[int] = []
-    at = data.find(b"\x7fELF", 1)
-    while at > 0:
-        if struct.unpack_from("<H", data, at + 18)[0] == 190:  # EM_CUDA
-            for kind, value in attributes(data[at:]):
-                (registers if kind == 0x2F else stack).append(value)
-        at = data.find(b"\x7fELF", at + 4)
-    return registers, stack
-
-
-def attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """(0x2f, registers) and (0x11, frame size) of the functions of a cubin, from its .nv.info sections."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    for name, _, _, _, at, length in sections:
-        if cubin.startswith(b".nv.info", sections[names][4] + name):
-            end = at + length
-            while at < end:
-                form, kind, value = struct.unpack_from("<BBH", cubin, at)
-                at += 4
-                if form == 4:  # `value` bytes follow
-                    if kind in (0x11, 0x2F):
-                        yield kind, struct.unpack_from("<II", cubin, at)[1]
-                    at += value
-
-
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", shipped(), ids=name_of)
@@ -283,7 +253,7 @@ FLAT = [
 @pytest.mark.parametrize("roles", ["own", "kept"])
 @pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, *key in FLAT], ids=[kind for kind, *_ in FLAT])
 def test_kernels_as_jax_calls_them_compile(kind: str, key: list[Any], roles: str) -> None:
-    """The device code is the same: as many registers; also where an earlier launch has written what this one writes."""
+    """The device code is the same, also where an earlier launch has written what this one writes."""
     from gossamer.kernels.hopper import compiled
     from gossamer.kernels.hopper.device.parameters import parameters
 
@@ -293,4 +263,4 @@ def test_kernels_as_jax_calls_them_compile(kind: str, key: list[Any], roles: str
     given = tuple(own if roles == "own" else ["kept" if role == "made" else role for role in own])
     flat, plain = compiled.flat(kind, given), getattr(compiled, kind)
     assert flat.path(*key) != plain.path(*key)
-    assert resources(flat.object(*key)) == resources(plain.object(*key))
+    assert machine_code(flat.object(*key)) == machine_code(plain.object(*key))

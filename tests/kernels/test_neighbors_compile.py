@@ -13,7 +13,7 @@ from gossamer.kernels.neighbors.compiled import lists
 from gossamer.kernels.neighbors.configurations import ListsConfig
 from gossamer.particles.attend import Attending
 from gossamer.particles.groups import launched, shapes_of
-from tests.kernels.test_hopper_compile import resources
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 

@@ -8,7 +8,7 @@ from gossamer.kernels.hopper import compiled, missing_packages
 from gossamer.kernels.hopper.device.rows.configurations import DIRECTIONS, SIZES, WARPS, RowsConfig
 from gossamer.kernels.hopper.device.rows.words import Word
 from gossamer.layouts import items
-from tests.kernels.test_hopper_compile import resources
+from tests.support.cubins import resources
 
 needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 STACK = 64  # bytes of a thread: pointers that wait for the end, nothing of a loop
