@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+import gossamer as gs
 from gossamer.layouts.device import block_list_layout, interval_layout, key_list_layout
 from gossamer.layouts.gather import queries_of
 from gossamer.layouts.walk import KINDS, Walk
 from gossamer.layouts.work_list import most_listed
 from gossamer.torch import device_arrays
+from gossamer.torch.structure.base import Sizes
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
@@ -195,6 +197,14 @@ def draw_layout(rng):
     return block_list_layout(indices, counts, *bounds, Q, K, block=32, xp=device_arrays)
 
 
+def packed_bounds(rng, Q, K):
+    """Those of packed sequences, before and behind which rows and keys are of none."""
+    edges = (torch.from_numpy(np.sort(rng.integers(0, n + 1, 5))) for n in (Q, K))
+    packed = gs.PackedSequences(*edges, pattern=gs.Causal() if rng.random() < 0.5 else None)
+    lo, hi = packed.reached(packed.rule.interval, torch.zeros(1, 1, Q, dtype=torch.int32), Sizes(1, 1, 1, Q, K))
+    return Bounds(lo, hi)
+
+
 def check_intervals(lo, hi, K, block_q, block_kv, transpose=True):
     found, expected = (
         interval_layout(lo, hi, K, block_q=block_q, block_kv=block_kv, xp=xp, transpose=transpose)
@@ -215,7 +225,10 @@ def test_random_intervals(chunk):
     for seed in range(chunk, CASES, 2):
         rng = np.random.default_rng(seed)
         lead, Q, K = tuple(int(x) for x in rng.integers(1, 4, 2)), draw_size(rng), draw_size(rng)
-        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in draw_bounds(rng, lead, Q, K))
+        bounds = draw_bounds(rng, lead, Q, K)
+        lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in bounds)
+        if rng.random() < 0.3:
+            lo, hi = (x.contiguous() for x in packed_bounds(rng, Q, K))
         blocks = [int(x) for x in rng.choice([32, 64, 96, 128], 2)]
         try:
             check_intervals(lo, hi, K, *blocks, transpose=bool(rng.random() < 0.8))

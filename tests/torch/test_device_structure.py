@@ -353,6 +353,40 @@ def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.
     assert len(seen) == 5
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_end_with_the_keys_that_are_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rows that keep nothing, at either end: kernels clear what is before the first and past the last."""
+    from gossamer.torch.structure import make
+
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def kept(lo: Tensor, hi: Tensor, K: int, **options: Any) -> Any:
+        contract(lo, hi, K)
+        seen.append((lo, hi))
+        return build(lo, hi, K, **options)
+
+    build = make.interval_layout
+    monkeypatch.setattr(make, "interval_layout", kept)
+    rng, draw = np.random.default_rng(seed), random.Random(seed)
+    q, k = (x.detach() for x in tensors((60, 2, 4), (90, 1, 4)))
+    # Sequences of 1 to 8 rows and of 2 to 15 keys, of which some are there; rows and keys of none on both sides.
+    cu_q, cu_k = (np.cumsum([rng.integers(1, 9), *rng.integers(low, high, 5)]) for low, high in ((1, 9), (2, 16)))
+    used = [draw.choice([n, draw.randint(1, n)]) for n in np.diff(cu_k).tolist()]
+    pattern = draw.choice([None, gs.Causal(), gs.SlidingWindow(3), gs.SlidingWindow(2, 1)])
+    gs.varlen(q, k, k, cu_q, cu_k, pattern=pattern, seqused_k=draw.choice([None, used]))
+    q = tensors((2, 2, 60, 4))[0].detach()
+    ids = torch.from_numpy(rng.integers(0, 9, 60)).sort().values
+    given = {"key_starts": rng.integers(0, 20, 2).tolist(), "key_lengths": rng.integers(21, 60, 2).tolist()}
+    gs.attention(q, q, q, gs.DocumentIds(ids) & gs.Causal(), **given)
+    gs.attention(q, q, q, gs.SlidingWindow(4, 4), **given)
+    for lo, hi in seen:
+        there = lo < hi
+        assert torch.equal(lo[..., 0], lo.masked_fill(~there, 10**6).amin(-1))
+        assert torch.equal(hi[..., -1], hi.masked_fill(~there, 0).amax(-1))
+    lo, hi = seen[0]
+    assert len(seen) == 3 and not (lo < hi)[..., [0, -1]].any()
+
+
 @pytest.mark.parametrize("lead", [1, 2])
 def test_shared_blocks_of_sequences_with_lengths_of_their_own(lead: int) -> None:
     inputs = tensors((2, 2, 70, 4), (2, 2, 130, 4), (2, 2, 130, 4))

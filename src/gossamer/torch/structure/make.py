@@ -167,6 +167,8 @@ def layout_of(
     lists, K = structure.lists(sizes), sizes.K
     outer = None if position is None else structure.bounds(position, sizes)
 
+    first, behind = (None if x is None else narrow(x, 0, K)[:, None, None] for x in (key_starts, key_lengths))
+
     def interval(reach: Reach) -> Bounds:
         if outer is None or structure.own_positions or reach != Reach():
             assert position is not None
@@ -174,11 +176,9 @@ def layout_of(
             lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
         else:
             lo, hi = outer
-        if key_starts is not None:
-            lo = torch.maximum(lo, narrow(key_starts, 0, K)[:, None, None])
-        if key_lengths is not None:
-            hi = torch.minimum(hi, narrow(key_lengths, 0, K)[:, None, None])
         hi = torch.maximum(lo, hi)
+        if first is not None or behind is not None:  # rows without keys keep none at an end of those that are there
+            lo, hi = lo.clamp(first, behind), hi.clamp(first, behind)
         return Bounds(lo.expand(hi.shape).contiguous(), hi)
 
     block_q, block_kv = tile

@@ -130,18 +130,18 @@ class PackedSequences(Structure):
             return Bounds(*[position.new_zeros((1, 1, Q))] * 2)
         cu_q, cu_k = sorted_edges(self.cu_seq_q, Q), sorted_edges(self.cu_seq_k, K)
         row = torch.arange(Q, dtype=torch.int32, device=cu_q.device)
-        which = torch.searchsorted(cu_q, row, right=True) - 1
-        at = which.clamp(0, n - 1)
+        before, behind = row < cu_q[0], row >= cu_q[n]
+        # Rows of no sequence keep nothing, where the nearest row of one begins or ends: no key lies between.
+        inner = row.clamp(cu_q[0], cu_q[n] - 1)
+        at = (torch.searchsorted(cu_q, inner, right=True) - 1).clamp(0, n - 1)
         length = cu_k.diff()
         if self.seqused_k is not None:
             length = torch.minimum(length, narrow(self.seqused_k, 0, K))
         first, keys = cu_k[at], length[at]
-        lo, hi = reach.bounds(row - cu_q[at + 1] + keys, K)
-        lo, hi = torch.minimum(lo, keys) + first, torch.minimum(hi, keys) + first
-        behind = torch.where(which < 0, 0, K).to(torch.int32)
-        inside = (which >= 0) & (which < n)
-        lo, hi = (torch.where(inside, x, behind)[None, None] for x in (lo, hi))
-        return Bounds(lo, hi)
+        lo, hi = reach.bounds(inner - cu_q[at + 1] + keys, K)
+        lo = torch.minimum(lo, keys) + first
+        hi = torch.maximum(lo, torch.minimum(hi, keys) + first)
+        return Bounds(torch.where(behind, hi, lo)[None, None], torch.where(before, lo, hi)[None, None])
 
     def __and__(self, other: Any) -> NoReturn:
         what = repr(other) if isinstance(other, (Structure, Pattern)) else describe(other)
