@@ -18,14 +18,14 @@ from cutlass import Int32
 
 from gossamer.bench.measure import time_call
 from gossamer.bench.workload import find, make_inputs
+from gossamer.cute.common import WARPGROUP, Barrier, computing_thread
+from gossamer.cute.row_items import RowItem
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
 from gossamer.kernels.hopper.choice import forward_config
 from gossamer.kernels.hopper.device import entries
-from gossamer.kernels.hopper.device.common import WARPGROUP, Barrier, computing_thread
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.masks import tiles_of
-from gossamer.kernels.hopper.device.row_items import RowItem
 from gossamer.kernels.hopper.launch.forward import forward
 from gossamer.layouts.work_list import row_lengths
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.kernels.hopper.store import ARCHITECTURE
+from gossamer.cute.store import ARCHITECTURE
 from gossamer.memo import forget_all
 from tests.support.launches import poisoned
 

@@ -27,44 +27,44 @@ _MODULES = {
     "DocumentIds": "gossamer.torch.structure",
     "Indices": "gossamer.torch.structure",
     "PackedSequences": "gossamer.torch.structure",
-    "EntmaxAux": "gossamer.torch.entmax",
+    "EntmaxAux": "gossamer.entmax",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
-    "attention_forward": "gossamer.select",
+    "attention_forward": "gossamer.sparse_k",
     "device_layout": "gossamer.torch.device_layout",
-    "entmax_attention": "gossamer.torch.entmax",
+    "entmax_attention": "gossamer.entmax",
     "explain": "gossamer.torch.explain",
-    "explain_entmax": "gossamer.torch.entmax",
+    "explain_entmax": "gossamer.entmax",
     "merge": "gossamer.torch.merge",
     "nn": "gossamer.nn",
-    "topk_keys": "gossamer.torch.entmax",
+    "topk_keys": "gossamer.entmax",
     "varlen": "gossamer.torch.varlen",
-    "last_topk": "gossamer.select",
-    "sparsek": "gossamer.select",
-    "explain_sparsek": "gossamer.select",
-    "sparsek_attention": "gossamer.select",
-    "sparsek_causal": "gossamer.select",
-    "topk_blocks": "gossamer.select",
+    "last_topk": "gossamer.sparse_k",
+    "sparsek": "gossamer.sparse_k",
+    "explain_sparsek": "gossamer.sparse_k",
+    "sparsek_attention": "gossamer.sparse_k",
+    "sparsek_causal": "gossamer.sparse_k",
+    "topk_blocks": "gossamer.blocks",
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
 }
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer import nn as nn
+    from gossamer.blocks import topk_blocks
+    from gossamer.entmax import EntmaxAux, entmax_attention, explain_entmax, topk_keys
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported
-    from gossamer.select import (
+    from gossamer.sparse_k import (
         attention_forward,
         explain_sparsek,
         last_topk,
         sparsek,
         sparsek_attention,
         sparsek_causal,
-        topk_blocks,
     )
     from gossamer.torch.api import attention
     from gossamer.torch.device_layout import device_layout
-    from gossamer.torch.entmax import EntmaxAux, entmax_attention, explain_entmax, topk_keys
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
     from gossamer.torch.structure import BlockIndices, DocumentIds, Indices, PackedSequences

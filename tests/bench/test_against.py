@@ -26,8 +26,8 @@ from gossamer.bench.peer import Refusal
 from gossamer.bench.results import read_records
 from gossamer.bench.rows import Row
 from gossamer.cli import app
+from gossamer.cute.store import DIRECTORY, directory
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.hopper.store import DIRECTORY, directory
 from gossamer.testing.cases import case
 from tests.support.modes import Seen
 
@@ -128,13 +128,12 @@ def test_it_has_operators_of_its_own(version: Version) -> None:
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 def test_kernels_of_the_same_sources_are_compiled_once(version: Version) -> None:
-    from gossamer.kernels.hopper import compiled
     from gossamer.kernels.hopper.shipped import shipped
 
     for now, old in zip(shipped()[:3], version.load("kernels.hopper.shipped").shipped(), strict=False):
         theirs = getattr(version.load("kernels.hopper.compiled"), old.kind)
-        assert theirs is not getattr(compiled, now.kind)
-        assert theirs.path(*old.arguments) == getattr(compiled, now.kind).path(*now.arguments)
+        assert theirs is not now.kernel
+        assert theirs.path(*old.arguments) == now.kernel.path(*now.arguments)
 
 
 def test_patterns_are_of_its_own_cases(version: Version) -> None:

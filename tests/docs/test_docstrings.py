@@ -52,7 +52,7 @@ def test_every_public_name_has_an_example_that_runs(name: str) -> None:
 def test_examples_of_what_a_function_returns() -> None:
     import torch
 
-    from gossamer.select import SelectedBlocks
+    from gossamer.blocks import SelectedBlocks
 
     found = {test.name: test for test in doctest.DocTestFinder().find(SelectedBlocks) if test.examples}
     run(found["SelectedBlocks.kept_mass"], torch=torch)

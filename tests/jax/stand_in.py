@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from gossamer.cute.column_items import LISTS as OF_SEGMENTS
+from gossamer.cute.column_items import ColumnItem, Segment
+from gossamer.cute.merges import PartMerge
+from gossamer.cute.row_items import LISTS as OF_ROWS
+from gossamer.cute.row_items import RowItem
 from gossamer.jax.kernels import recipes, targets
 from gossamer.jax.kernels.targets import Driver
-from gossamer.kernels.hopper.device.column_items import LISTS as OF_SEGMENTS
-from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
-from gossamer.kernels.hopper.device.merges import PartMerge
 from gossamer.kernels.hopper.device.parameters import parameters
-from gossamer.kernels.hopper.device.row_items import LISTS as OF_ROWS
-from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.kernels.launch import Kernel
 from tests.jax.stand_in_rows import rows
 
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32}
@@ -32,9 +33,11 @@ Array = Any
 CALLS: list[str] = []  # the kinds of kernels that were called
 
 
-def function(kind: str, roles: tuple[Any, ...], *key: Any) -> Any:
+def function(kernel: Kernel, roles: tuple[Any, ...]) -> Any:
     """What TVM-FFI calls for a kernel."""
     import tvm_ffi
+
+    kind, key = kernel.name, kernel.key
 
     def call(*given: Any) -> None:
         CALLS.append(kind)
@@ -43,8 +46,8 @@ def function(kind: str, roles: tuple[Any, ...], *key: Any) -> Any:
     return tvm_ffi.convert(call)
 
 
-def name(kind: str, roles: tuple[Any, ...], *key: Any) -> str:
-    return f"stand_in_{kind}_{abs(hash((roles, key))):x}"
+def name(kernel: Kernel, roles: tuple[Any, ...]) -> str:
+    return f"stand_in_{kernel.name}_{abs(hash((roles, kernel.key))):x}"
 
 
 def use(patch: Any) -> list[str]:
@@ -67,7 +70,7 @@ def _memory(x: Any) -> Array:
 
 
 def _arguments(kind: str, roles: tuple[Any, ...], key: tuple[Any, ...], given: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a kernel from those of its target: see `device.flat`."""
+    """The arguments of a kernel from those of its target: see `cute.flat`."""
     every = [p._replace(role=r) for p, r in zip(parameters(kind, *key), roles, strict=True)]
     config = key[0]
     read = "lengths" not in [p.name for p in every] or kind in ("forward", "gather", "rows") or config.lengths

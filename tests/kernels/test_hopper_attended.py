@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gossamer.kernels.hopper.device.configurations import Clears
+from gossamer.cute.configurations import Clears
 from gossamer.kernels.hopper.schedule.attended import clears, keys_kept, queries_kept
 from gossamer.kernels.hopper.schedule.lists import lists
 from gossamer.layouts import from_dense

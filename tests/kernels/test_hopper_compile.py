@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from gossamer.cli.compile import shipped
+from gossamer.cute.configurations import SHARED_MEMORY, Clears
+from gossamer.cute.shipped import Shipped
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.choice import (
     WIDE,
@@ -21,16 +24,14 @@ from gossamer.kernels.hopper.choice import (
     wide_config,
 )
 from gossamer.kernels.hopper.device.configurations import (
-    SHARED_MEMORY,
     BackwardConfig,
-    Clears,
     ForwardConfig,
     KeptConfig,
     QueryConfig,
     WideConfig,
 )
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
-from gossamer.kernels.hopper.shipped import SIZES, Shipped, shipped
+from gossamer.kernels.hopper.shipped import SIZES
 from gossamer.plan.capability import reasons
 from gossamer.plan.problem import Problem
 from tests.support.cubins import machine_code, resources
@@ -154,9 +155,7 @@ def name_of(kernel: Shipped) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", shipped(), ids=name_of)
 def test_every_shipped_kernel_compiles(kernel: Shipped) -> None:
-    from gossamer.kernels.hopper import compiled
-
-    registers, stack = resources(getattr(compiled, kernel.kind).object(*kernel.arguments))
+    registers, stack = resources(kernel.kernel.object(*kernel.arguments))
     assert registers and max(registers) <= 255, registers
     assert stack and max(stack) <= SPILLS.get(name_of(kernel), 0), stack
 
@@ -202,7 +201,7 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
         yield "gather", gather_config(direction, "bfloat16", size, size, "fold")
         yield "gather", gather_config(direction, "float16", size, size, "softcap", True)
     for direction, size, gaussian in itertools.product(("forward", "query", "columns"), (64, 128), (False, True)):
-        yield "gather", gather_config(direction, "bfloat16", size, size, "fold", particles=True, gaussian=gaussian)
+        yield "attention", gather_config(direction, "bfloat16", size, size, "fold", particles=True, gaussian=gaussian)
     for score, lengths in itertools.product(("fold", "scale", "softcap"), (False, True)):
         yield "gather", gather_config("forward", "float32", 64, 64, score, lengths)
     # Lists that only a device knows, of heads that share them.
@@ -217,8 +216,9 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize(("kind", "config"), list(made_when_needed()), ids=repr)
 def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     from gossamer.kernels.hopper import compiled
+    from gossamer.particles.kernels import compiled as of_particles
 
-    registers, stack = resources(getattr(compiled, kind).object(config))
+    registers, stack = resources(getattr(of_particles if kind == "attention" else compiled, kind).object(config))
     # With 256 columns, a soft cap and lengths a few words of an item are kept in memory while its steps run.
     most = 16 if kind == "query_gradient" and config.D == 256 and config.score == "softcap" else 0
     # Beside 192 rows, lengths are kept in memory while steps run: as much without what is cleared.
@@ -228,7 +228,7 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     # Which of their queries keep a key below a length is looked up, which takes the warps that gather two more.
     most = 24 if most == 16 and kind == "gather" and config.lengths else most
     # Those of particles leave that to the warps that gather, and a Gaussian takes a few registers more.
-    if kind == "gather" and config.particles and config.size == 128:
+    if kind == "attention" and config.size == 128:
         most = {"forward": 0, "query": 32, "columns": 232}[config.direction]
     # So do all three gradients of 256, and two words more where 48 heads share a list.
     if kind == "gather" and config.direction == "gradients" and config.size == 256:
@@ -261,6 +261,7 @@ def test_kernels_as_jax_calls_them_compile(kind: str, key: list[Any], roles: str
     if roles == "kept" and "made" not in own:
         pytest.skip("makes nothing")
     given = tuple(own if roles == "own" else ["kept" if role == "made" else role for role in own])
-    flat, plain = compiled.flat(kind, given), getattr(compiled, kind)
+    plain = getattr(compiled, kind)
+    flat = plain.flat(given)
     assert flat.path(*key) != plain.path(*key)
     assert machine_code(flat.object(*key)) == machine_code(plain.object(*key))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.merges import PartMerge
-from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.merges import PartMerge
+from gossamer.cute.row_items import RowItem
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.cuts import START, item_limit, whole_rounds
 from gossamer.kernels.hopper.schedule.lists import lists

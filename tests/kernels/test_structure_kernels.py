@@ -24,8 +24,8 @@ from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
-from gossamer.kernels.hopper.device import column_items, row_items
-from gossamer.kernels.hopper.device.column_items import ColumnItem
+from gossamer.cute import column_items, row_items
+from gossamer.cute.column_items import ColumnItem
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.cuts import FEW, parts_by_capacity
 from gossamer.kernels.hopper.schedule.fused_items import fused_items

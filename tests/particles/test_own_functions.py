@@ -16,7 +16,7 @@ import torch
 
 from gossamer import particles as gp
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.radial.functions import digest
+from gossamer.particles.kernels.radial.functions import digest
 from tests.particles import oracle
 from tests.particles.test_torch import DEVICES
 
@@ -169,7 +169,7 @@ def test_what_is_refused(error: type[Exception], said: str, function: Any, numbe
 
 COMPILE = """
 import sys
-import gossamer.kernels.radial.compiled as compiled
+import gossamer.particles.kernels.compiled as compiled
 from gossamer import particles as gp
 from gossamer.particles.calls import call_of
 from tests.particles.test_own_functions import OWN

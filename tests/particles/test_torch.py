@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 import gossamer as gs
 from gossamer import particles as gp
-from gossamer.kernels.radial.gravity import coefficients_of, long_root
 from gossamer.particles import fused_torch, in_torch, terms
+from gossamer.particles.kernels.radial.gravity import coefficients_of, long_root
 from tests.particles import oracle
 
 CASES = [

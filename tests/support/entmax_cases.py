@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.torch.entmax.api import EntmaxAux
+from gossamer.entmax.api import EntmaxAux
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 

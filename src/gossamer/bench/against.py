@@ -32,7 +32,7 @@ from typing import Any
 from gossamer.bench.peer import Peer, Prepared, Refusal
 from gossamer.bench.run import attend
 from gossamer.bench.workload import chosen
-from gossamer.kernels.hopper.store import DIRECTORY, directory
+from gossamer.cute.store import DIRECTORY, directory
 from gossamer.patterns import Pattern
 from gossamer.plan.table import RENAMED
 from gossamer.testing.cases import Case

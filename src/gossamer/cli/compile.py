@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,10 @@ import typer
 from gossamer.cli.options import integer
 
 if TYPE_CHECKING:
-    from gossamer.kernels.hopper.shipped import Shipped
-    from gossamer.kernels.hopper.store import Kernel
+    from gossamer.cute.shipped import Shipped
+    from gossamer.cute.store import Kernel
+
+OPERATIONS = ("kernels", "sparse_k")  # whose kernels are made in advance
 
 
 def run(
@@ -36,9 +39,8 @@ def run(
     from rich.progress import track
 
     from gossamer.cli.errors import Refused, check_file, shorten
+    from gossamer.cute.store import ARCHITECTURE, DIRECTORY, directory
     from gossamer.kernels.hopper import missing_packages
-    from gossamer.kernels.hopper.shipped import TORCH_ALONE
-    from gossamer.kernels.hopper.store import ARCHITECTURE, DIRECTORY, directory
 
     if arch != ARCHITECTURE:
         raise Refused(f"--arch must be {ARCHITECTURE}, for which the kernels are written, got {shorten(repr(arch))}")
@@ -46,7 +48,7 @@ def run(
     if missing:
         raise Refused(f"gossamer compile {'; '.join(missing)}")
     console = Console()
-    chosen = [kernel for kernel in _choose(head_dim or [], dtype or []) if not (jax and kernel.kind in TORCH_ALONE)]
+    chosen = [kernel for kernel in _choose(head_dim or [], dtype or []) if not jax or kernel.kernel.arrays]
     found = [(kernel, _compiled(kernel, jax).path(*kernel.arguments)) for kernel in chosen]
     if list_kernels:
         for kernel, path in found:
@@ -79,9 +81,15 @@ def run(
     )  # fmt: skip
 
 
+def shipped() -> list[Shipped]:
+    """The kernels of all operations that are made in advance."""
+    modules = (importlib.import_module(f"gossamer.{operation}.hopper.shipped") for operation in OPERATIONS)
+    return [kernel for module in modules for kernel in module.shipped()]
+
+
 def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
     from gossamer.cli.errors import Refused, shorten
-    from gossamer.kernels.hopper.shipped import DTYPES, SIZES, shipped
+    from gossamer.kernels.hopper.shipped import DTYPES, SIZES
 
     known = {f"{D}" if D == E else f"{D},{E}": (D, E) for D, E in SIZES}
     for option, given, accepted in (("--head-dim", head_dims, list(known)), ("--dtype", dtypes, list(DTYPES))):
@@ -94,13 +102,10 @@ def _choose(head_dims: list[str], dtypes: list[str]) -> list[Shipped]:
 
 def _compiled(kernel: Shipped, jax: bool) -> Kernel:
     """The kernel as torch calls it, or JAX."""
-    from gossamer.kernels.hopper import compiled
-    from gossamer.kernels.hopper.device.parameters import parameters
-
-    if jax:
-        return compiled.flat(kernel.kind, tuple(p.role for p in parameters(kernel.kind, *kernel.arguments)))
-    found: Kernel = getattr(compiled, kernel.kind)
-    return found
+    kind = kernel.kernel
+    if jax and kind.arrays is not None:
+        return kind.flat(tuple(parameter.role for parameter in kind.arrays(*kernel.arguments)))
+    return kind
 
 
 def _make(kernel: Shipped, jax: bool) -> None:

@@ -87,9 +87,12 @@ class Descriptor(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a step runs: `kernel(name, *key)` of an implementation gives the function."""
+    """What a step runs: `kernel(name, *key)` of an implementation gives the function.
 
-    implementation: str  # a name of the table, or EDGE
+    An operation's kernels are those of a module: the kind `name` there, called with the key, gives the function.
+    """
+
+    implementation: str  # a name of the table, EDGE, or an operation's module
     name: str
     key: tuple[Any, ...] = ()  # hashable
     # How arrays are passed: as the edge's own arrays, the lasting ones among them converted once ("exchanged", by

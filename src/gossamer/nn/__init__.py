@@ -1,7 +1,7 @@
-"""Modules of torch around the operators of gossamer; `gossamer.nn` needs torch."""
+"""Modules of torch around the operations of gossamer; `gossamer.nn` needs torch."""
 
-from gossamer.nn.sparse_k import SparseKAttention
-from gossamer.nn.sparse_k_cache import SparseKCache
-from gossamer.nn.splash import SplashAttention
+from gossamer.entmax.nn import SplashAttention
+from gossamer.sparse_k.cache import SparseKCache
+from gossamer.sparse_k.nn import SparseKAttention
 
 __all__ = ["SparseKAttention", "SparseKCache", "SplashAttention"]

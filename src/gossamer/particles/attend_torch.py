@@ -12,8 +12,8 @@ from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradi
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
 from gossamer.torch.api import attention
-from gossamer.torch.entmax.arguments import refuse_transforms
 from gossamer.torch.structure import Indices
+from gossamer.torch.transforms import refuse_transforms
 
 NUMBERS = 2**21  # of the features of a chunk
 

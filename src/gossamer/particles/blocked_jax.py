@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gossamer.jax.compat import varying_with
-from gossamer.kernels.neighbors.configurations import ROWS, WORD
 from gossamer.particles import terms
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.geometry import MARGIN, RUN, Seen, Sizes, gaps, nearest, squares
 from gossamer.particles.groups import Groups
+from gossamer.particles.kernels.neighbors.configurations import ROWS, WORD
 from gossamer.particles.listed_jax import particles_of
 
 PAIRS = 2**18  # of a step: measured on two cores

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from gossamer.kernels.radial.configurations import LEAST, NUMBERS, OPEN, QUERIES, Own, RadialConfig
-from gossamer.kernels.radial.functions import digest
-from gossamer.kernels.radial.gravity import coefficients_of
 from gossamer.particles.geometry import Sizes
+from gossamer.particles.kernels.radial.configurations import LEAST, NUMBERS, OPEN, QUERIES, Own, RadialConfig
+from gossamer.particles.kernels.radial.functions import digest
+from gossamer.particles.kernels.radial.gravity import coefficients_of
 from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 
 CHANNELS = {"sum": 4, "sum_slopes": 2}  # the most of a call: more are several calls

@@ -12,11 +12,11 @@ from jax import Array
 
 from gossamer.jax.kernels import targets
 from gossamer.jax.kernels.recipes import chip
-from gossamer.kernels.radial.compiled import compiles_for, radial
-from gossamer.kernels.radial.configurations import FAR, RadialConfig
 from gossamer.particles.calls import CHANNELS, call_of
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import Sizes
+from gossamer.particles.kernels.compiled import compiles_for, radial
+from gossamer.particles.kernels.radial.configurations import FAR, RadialConfig
 
 
 @cache

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.radial.compiled import compiles_for, radial
-from gossamer.kernels.radial.configurations import FAR
 from gossamer.particles.calls import CHANNELS, call_of
 from gossamer.particles.cells import Cells
+from gossamer.particles.kernels.compiled import compiles_for, radial
+from gossamer.particles.kernels.radial.configurations import FAR
 
 
 @cache

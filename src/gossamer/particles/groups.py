@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from gossamer.cute.row_items import ITEM
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.launch import neighbors as launches
 from gossamer.kernels.launch import INPUTS, Direction, Operand, Prepared, with_own
-from gossamer.kernels.neighbors.configurations import ROWS, STEP, ListsConfig
-from gossamer.kernels.radial.configurations import OPEN
 from gossamer.particles.attend import Attending
 from gossamer.particles.geometry import Sizes
+from gossamer.particles.kernels import attention_launch as launches
+from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP, ListsConfig
+from gossamer.particles.kernels.radial.configurations import OPEN
 from gossamer.plan.problem import Problem
 
 SM = 90  # compute capability of the kernels that multiply

@@ -12,7 +12,6 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from gossamer.jax.arguments import with_number as with_number
 from gossamer.jax.compat import as_varying_as, varying_with
-from gossamer.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
 from gossamer.particles.blocked_jax import Reach, pair_sums, reach_of
@@ -28,6 +27,7 @@ from gossamer.particles.geometry import (
     wrapped,
 )
 from gossamer.particles.groups import Groups, Most, addressed
+from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_jax import once
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.neighbors.configurations import ROWS
 from gossamer.particles import fused_torch, listed_torch, terms
 from gossamer.particles.attend_torch import attend as attend
 from gossamer.particles.cells import Cells, Runs
@@ -29,10 +28,11 @@ from gossamer.particles.geometry import (
     wrapped,
 )
 from gossamer.particles.groups import Groups, Most, addressed
+from gossamer.particles.kernels.neighbors.configurations import ROWS
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
-from gossamer.torch.entmax.arguments import refuse_transforms
 from gossamer.torch.scale import with_number as with_number
+from gossamer.torch.transforms import refuse_transforms
 
 NAME = "gossamer.particles"
 PAIRS = 2**18  # of a step: measured on two cores

@@ -13,9 +13,6 @@ from jax import Array
 from gossamer.jax.kernels import bind, targets
 from gossamer.jax.kernels.recipes import chip
 from gossamer.kernels.launch import Direction
-from gossamer.kernels.neighbors.compiled import lists
-from gossamer.kernels.neighbors.configurations import ROWS, ListsConfig
-from gossamer.kernels.radial.configurations import FAR
 from gossamer.particles import fused_jax
 from gossamer.particles import groups as of_groups
 from gossamer.particles.attend import Attending
@@ -33,6 +30,9 @@ from gossamer.particles.groups import (
     shapes_of,
     type_of,
 )
+from gossamer.particles.kernels.compiled import lists
+from gossamer.particles.kernels.neighbors.configurations import ROWS, ListsConfig
+from gossamer.particles.kernels.radial.configurations import FAR
 
 
 def serves(runs: Runs) -> bool:

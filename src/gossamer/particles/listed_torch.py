@@ -10,9 +10,6 @@ from torch import Tensor
 
 from gossamer.kernels.gpu import processors
 from gossamer.kernels.launch import ALIGNMENT, Direction, dtype_of
-from gossamer.kernels.neighbors.compiled import lists
-from gossamer.kernels.neighbors.configurations import ROWS, STEP
-from gossamer.kernels.radial.configurations import FAR
 from gossamer.memo import Memos
 from gossamer.particles import fused_torch
 from gossamer.particles import groups as of_groups
@@ -32,6 +29,9 @@ from gossamer.particles.groups import (
     shapes_of,
     type_of,
 )
+from gossamer.particles.kernels.compiled import lists
+from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
+from gossamer.particles.kernels.radial.configurations import FAR
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.bind import bind
 

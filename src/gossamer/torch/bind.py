@@ -6,6 +6,7 @@ that differ in numbers, shapes and lists alone share its text, which is compiled
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import re
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from gossamer.kernels.launch import (
     View,
     dtype_of,
 )
-from gossamer.plan.table import load
+from gossamer.plan.table import NAMES, load
 from gossamer.torch.functions import FUNCTIONS
 from gossamer.torch.memory import Workspace, lasting, stream_array, template
 
@@ -51,7 +52,9 @@ def kernel_of(kernel: Kernel) -> Callable[..., Any]:
     """The function that a step runs."""
     if kernel.implementation == EDGE:
         return FUNCTIONS[kernel.name](*kernel.key)
-    return cast(Implementation, load(kernel.implementation)).kernel(kernel.name, *kernel.key)
+    if kernel.implementation in NAMES:
+        return cast(Implementation, load(kernel.implementation)).kernel(kernel.name, *kernel.key)
+    return cast(Callable[..., Any], getattr(importlib.import_module(kernel.implementation), kernel.name)(*kernel.key))
 
 
 class _Writer:

@@ -15,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gossamer.cute.parameters import Parameter, Role
 from gossamer.jax.kernels import targets
 from gossamer.jax.kernels.functions import FUNCTIONS, WRITES
 from gossamer.jax.kernels.views import Place, read, written
-from gossamer.kernels.hopper.device.parameters import Parameter, Role, parameters
 from gossamer.kernels.launch import EDGE, Constant, Launch, Operand, Step, View, compact
-
-HOPPER = "hopper"
 
 
 def run(
@@ -58,7 +56,6 @@ class _Run:
         if step.kernel.implementation == EDGE:
             self._function(step)
         else:
-            assert step.kernel.implementation == HOPPER, f"no kernels of {step.kernel.implementation} run from JAX"
             self._kernel(step)
 
     def _place(self, name: str) -> tuple[str, Place]:
@@ -110,7 +107,7 @@ class _Run:
 
     def _kernel(self, step: Step) -> None:
         kernel = step.kernel
-        of_kernel = parameters(kernel.name, *kernel.key)
+        of_kernel = targets.arrays(kernel)
         given: list[Array] = []
         made: list[tuple[str, jax.ShapeDtypeStruct]] = []
         places: dict[int, int] = {}
@@ -135,7 +132,7 @@ class _Run:
                 made.append((base, self._struct(base, bool(parameter.rank))))
         rest = [x.value for x in step.arguments[len(of_kernel) :] if isinstance(x, Constant)]
         numbers += [np.float32(x) if isinstance(x, float) else np.int32(x) for x in rest]  # type: ignore[arg-type]
-        name = targets.target(kernel.name, roles, kernel.key, len(numbers))
+        name = targets.target(kernel, roles, len(numbers))
         call = jax.ffi.ffi_call(name, [struct for _, struct in made], input_output_aliases=places)
         found = call(*given, **{targets.number(at): x for at, x in enumerate(numbers)})
         for (base, _), x in zip(made, found, strict=True):
@@ -171,7 +168,7 @@ def _size(known: Operand) -> int:
 
 
 def _numbers(parameter: Parameter, place: Place) -> list[Any]:
-    """What tells a kernel where an array of any strides is: see `device.flat`."""
+    """What tells a kernel where an array of any strides is: see `cute.flat`."""
     assert len(place.shape) == parameter.rank, f"{parameter.name} has {parameter.rank} dimensions, got {place.shape}"
     strides = place.strides if parameter.rank == 3 else place.strides[:-1]  # 16-bit rows are contiguous
     return [np.int64(place.offset), *map(np.int32, place.shape), *map(np.int64, strides)]

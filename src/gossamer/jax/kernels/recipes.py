@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
+from gossamer.cute.row_items import LISTS
 from gossamer.jax.kernels import targets
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.kernels.hopper import ALONE as IMPLEMENTATION
 from gossamer.kernels.hopper.device.gather.configurations import ROWS
-from gossamer.kernels.hopper.device.row_items import LISTS
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Launch, Operand, Prepared, with_own
 from gossamer.kernels.parts import PartitionedCall, Selection

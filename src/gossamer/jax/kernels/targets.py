@@ -6,14 +6,17 @@ that are exported hold the name alone: the process that runs them registers what
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import cache
 from threading import RLock
 from typing import Any, NamedTuple
 
-from gossamer.kernels.hopper import compiled, missing_packages
-from gossamer.kernels.hopper.device.parameters import Role
+from gossamer.cute import store
+from gossamer.cute.parameters import Parameter, Role
+from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.launch import Kernel
 
 PACKAGE = "jax-tvm-ffi"
 INSTALL = "in a checkout of gossamer: pip install '.[jax,hopper]'"
@@ -25,16 +28,34 @@ class Driver(NamedTuple):
 
     platform: str  # as `lax.platform_dependent` calls it
     registry: str  # as a registration does
-    function: Callable[..., Any]  # of (kind, roles, key): what TVM-FFI calls
+    function: Callable[..., Any]  # of (kernel of a step, roles): what TVM-FFI calls
     name: Callable[..., str]  # likewise
 
 
-def _function(kind: str, roles: tuple[Role, ...], *key: Any) -> Any:
-    return compiled.flat(kind, roles)(*key)
+HOPPER = "hopper"
 
 
-def _name(kind: str, roles: tuple[Role, ...], *key: Any) -> str:
-    return f"gossamer_{kind}_{compiled.flat(kind, roles).digest(*key)}"
+def kind_of(kernel: Kernel) -> store.Kernel:
+    """The kind of a kernel that a step runs: one of attention for Hopper, or of an operation's module."""
+    module = "gossamer.kernels.hopper.compiled" if kernel.implementation == HOPPER else kernel.implementation
+    kind = getattr(importlib.import_module(module), kernel.name, None)
+    assert isinstance(kind, store.Kernel), f"no kernel {kernel.name} of {kernel.implementation} runs from JAX"
+    return kind
+
+
+def arrays(kernel: Kernel) -> tuple[Parameter, ...]:
+    """What the arrays among its arguments are to a kernel that a step runs."""
+    of_key = kind_of(kernel).arrays
+    assert of_key is not None, f"{kernel.name} of {kernel.implementation} is not called from JAX"
+    return of_key(*kernel.key)
+
+
+def _function(kernel: Kernel, roles: tuple[Role, ...]) -> Any:
+    return kind_of(kernel).flat(roles)(*kernel.key)
+
+
+def _name(kernel: Kernel, roles: tuple[Role, ...]) -> str:
+    return f"gossamer_{kernel.name}_{kind_of(kernel).flat(roles).digest(*kernel.key)}"
 
 
 driver = Driver("cuda", "gpu", _function, _name)
@@ -53,7 +74,7 @@ def missing() -> list[str]:
     return found
 
 
-def target(kind: str, roles: Sequence[Role], key: tuple[Any, ...], numbers: int) -> str:
+def target(kernel: Kernel, roles: Sequence[Role], numbers: int) -> str:
     """The name of a kernel's target, compiled and registered where it was not.
 
     Args:
@@ -63,7 +84,7 @@ def target(kind: str, roles: Sequence[Role], key: tuple[Any, ...], numbers: int)
         RuntimeError: the process has registered as many as there can be.
     """
     of = tuple(roles)
-    return registered(driver.name(kind, of, *key), lambda: driver.function(kind, of, *key), numbers)
+    return registered(driver.name(kernel, of), lambda: driver.function(kernel, of), numbers)
 
 
 def registered(name: str, make: Callable[[], Callable[..., Any]], numbers: int) -> str:

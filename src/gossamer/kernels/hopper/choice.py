@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gossamer.cute.configurations import Clears
 from gossamer.kernels.hopper.device.configurations import (
     BackwardConfig,
-    Clears,
     ForwardConfig,
     KeptConfig,
     QueryConfig,

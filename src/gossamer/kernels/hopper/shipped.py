@@ -1,12 +1,14 @@
-"""The kernels that `gossamer compile` makes in advance."""
+"""The kernels of attention that `gossamer compile` makes in advance."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+from gossamer.cute.configurations import Clears
+from gossamer.cute.shipped import Shipped
 from gossamer.kernels.hopper.choice import (
     HEAD_SIZES,
     SMALL,
@@ -17,35 +19,21 @@ from gossamer.kernels.hopper.choice import (
     query_config,
     wide_config,
 )
-from gossamer.kernels.hopper.device.configurations import Clears
-from gossamer.kernels.hopper.device.gated.configurations import SIZES as GATED
-from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
 
+MODULE = "gossamer.kernels.hopper.compiled"
 DTYPES = ("bfloat16", "float16")
 SIZES = (*((size, size) for size in HEAD_SIZES), (192, 128))  # (D, E) for which kernels are made in advance
 
 
-TORCH_ALONE = frozenset({"gated"})  # kinds of kernels that JAX has no calls of
-
-
-class Shipped(NamedTuple):
-    """A kernel that `gossamer compile` makes and the tests compile: `kind` is its name in `compiled`."""
-
-    kind: str
-    arguments: tuple[Any, ...]
-    dtype: str
-    sizes: frozenset[tuple[int, int]]  # (D, E) that it serves
-
-
 @cache
 def shipped() -> tuple[Shipped, ...]:
-    """At most 170 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
+    """At most 166 kernels, each once. What is not here is compiled when it is needed, and kept as well."""
     found: dict[tuple[str, tuple[Any, ...]], Shipped] = {}
 
     def add(kind: str, *arguments: Any, dtype: str, size: tuple[int, int]) -> None:
         known = found.get((kind, arguments))
         sizes = frozenset({size}) if known is None else known.sizes | {size}
-        found[kind, arguments] = Shipped(kind, arguments, dtype, sizes)
+        found[kind, arguments] = Shipped(MODULE, kind, arguments, dtype, sizes)
 
     for size, dtype in itertools.product(SIZES, DTYPES):
         _, E = size
@@ -88,8 +76,4 @@ def shipped() -> tuple[Shipped, ...]:
         packed = ("bfloat16", width, width, block_q, 128, "fold")
         add("forward", forward_config(*packed, clears=Clears.INTERVALS), dtype="bfloat16", size=(width, width))
         add("backward", backward_config(*packed, True, clears=Clears.INTERVALS), dtype="bfloat16", size=(width, width))
-    for size, dtype in itertools.product(((64, 64), (96, 96), (128, 128)), DTYPES):
-        width, _ = size
-        config = GatedConfig(dtype, min(gated for gated in GATED if gated >= width), True)
-        add("gated", config, dtype=dtype, size=size)
     return tuple(found.values())

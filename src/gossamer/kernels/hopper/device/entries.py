@@ -1,7 +1,8 @@
 """The entry of every kind of kernel, as the compiler is called for it: without a GPU and without tensors.
 
 An entry takes a configuration and gives the kernel and the types of its arguments, buffers and numbers one after the
-other, which `compiled` makes a function of. To add one, write such a function here and its name into `hopper.compiled`.
+other, which the compiler makes a function of. To add one, write such a function here and register it in
+`hopper.compiled`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint8
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass import Float16, Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
 
+from gossamer.cute.column_items import SEGMENT
+from gossamer.cute.common import NUMBERS
+from gossamer.cute.entry import Entry, compact, lengths_of, loose, strided
+from gossamer.cute.merges import MERGE
+from gossamer.cute.row_items import ITEM
 from gossamer.kernels.hopper.device.backward import around
 from gossamer.kernels.hopper.device.backward.keep import PAIR
 from gossamer.kernels.hopper.device.backward.kept import Kept
 from gossamer.kernels.hopper.device.backward.kernel import Backward
 from gossamer.kernels.hopper.device.backward.query import QueryGradient
 from gossamer.kernels.hopper.device.backward.wide import Wide
-from gossamer.kernels.hopper.device.column_items import SEGMENT
-from gossamer.kernels.hopper.device.common import NUMBERS
 from gossamer.kernels.hopper.device.configurations import (
     BackwardConfig,
     ForwardConfig,
@@ -29,45 +33,16 @@ from gossamer.kernels.hopper.device.configurations import (
 )
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.merge import Merge
-from gossamer.kernels.hopper.device.gated.configurations import GatedConfig
-from gossamer.kernels.hopper.device.gated.kernel import Gated
 from gossamer.kernels.hopper.device.gather.columns import GatherColumns
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.float32.forward import Float32Forward
 from gossamer.kernels.hopper.device.gather.forward import GatherForward
 from gossamer.kernels.hopper.device.gather.gradients import GatherGradients
-from gossamer.kernels.hopper.device.gather.particles.columns import ParticleColumns
-from gossamer.kernels.hopper.device.gather.particles.forward import ParticleForward
-from gossamer.kernels.hopper.device.gather.particles.numbers import POINT
-from gossamer.kernels.hopper.device.gather.particles.query import ParticleQuery
 from gossamer.kernels.hopper.device.gather.query import GatherQuery
-from gossamer.kernels.hopper.device.merges import MERGE
-from gossamer.kernels.hopper.device.row_items import ITEM
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.hopper.device.rows.forward import RowsForward
 from gossamer.kernels.hopper.device.rows.gradients import RowsColumns, RowsQuery
 from gossamer.kernels.hopper.device.rows.words import Word
-from gossamer.kernels.hopper.device.select.columns import ColumnLists
-from gossamer.kernels.hopper.device.select.configurations import SelectConfig
-from gossamer.kernels.hopper.device.select.kernel import Select
-from gossamer.kernels.hopper.device.tiled.columns import TiledColumns
-from gossamer.kernels.hopper.device.tiled.configurations import TiledColumnsConfig, TiledConfig
-from gossamer.kernels.hopper.device.tiled.kernel import Tiled
-
-OPTIONS = "--enable-tvm-ffi"
-
-
-class Entry:
-    """A kernel, and the types of its arguments: fake tensors and numbers, None for one that it does not read."""
-
-    def __init__(self, kernel: Any, *arguments: Any) -> None:
-        self.kernel, self.arguments = kernel, arguments
-
-
-def compiled(kernel: Any, *arguments: Any) -> Any:
-    """What the compiler makes of a kernel: a function of such arguments, on the current stream of who calls it."""
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, *arguments, stream, options=OPTIONS)
 
 
 def forward(config: ForwardConfig) -> Entry:
@@ -78,7 +53,7 @@ def forward(config: ForwardConfig) -> Entry:
     return Entry(
         Forward(c),
         strided(n, s(), H, Q), strided(n, s(), G, s()), strided(n, s(), G, s()), strided(n, s(), H, Q),
-        _rows(s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
+        loose(Float32, s(), H, Q), compact(Int32, s(), ITEM), lists, rows, compact(Int32, s(), s()),
         compact(Int32, s(), c.block_kv // 32), compact(Float32, s()),
         compact(Float32, s(), c.block_q, c.E), compact(Float32, s(), c.block_q), compact(Int32, s(), MERGE),
         compact(Int32, s()), compact(Int32, 1), Float32(1), Float32(1), *[Int32(1)] * 4,
@@ -96,7 +71,7 @@ def backward(config: BackwardConfig) -> Entry:
         compact(Float32, 2, s(), s(), s(divisibility=128)), compact(Float32, s(), s(), s(), 64 * c.D),
         _pairs(n) if c.keeps else None, strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM),
         compact(Int32, s(), SEGMENT), compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
-        compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), _lengths(c),
+        compact(Float32, s(), c.block_kv, c.D), compact(Float32, s(), c.block_kv, c.E), lengths_of(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 
@@ -107,7 +82,7 @@ def kept(config: KeptConfig) -> Entry:
     B = s()
     return Entry(
         Kept(c), _pairs(n), strided(n, B, s(), s()), strided(n, B, s(), s()), compact(Int32, s(), ITEM),
-        compact(Int32, s(), s()), compact(Float32, s(), c.block_q, c.D), _lengths(c), compact(Int32, 1), Float32(1),
+        compact(Int32, s(), s()), compact(Float32, s(), c.block_q, c.D), lengths_of(c), compact(Int32, 1), Float32(1),
         *[Int32(1)] * 2,
     )  # fmt: skip
 
@@ -122,7 +97,7 @@ def wide(config: WideConfig) -> Entry:
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * c.D), _pairs(n) if c.keeps else None,
         strided(n, B, G, K), strided(n, B, G, K), compact(Int32, s(), ITEM), compact(Int32, s(), SEGMENT),
         compact(Int32, s(), s()), bounds, bounds, compact(Int32, s(), c.block_q // 32),
-        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), _lengths(c), compact(Int32, 1),
+        compact(Float32, s(), c.tile_kv, c.D), compact(Float32, s(), c.tile_kv, c.E), lengths_of(c), compact(Int32, 1),
         *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 
@@ -131,7 +106,7 @@ def merge(dtype: str, E: int, block_q: int) -> Entry:
     """The merge of the parts of gathered rows."""
     s = cute.sym_int
     return Entry(
-        Merge(E, block_q), strided(NUMBERS[dtype], s(), s(), s()), _rows(s(), s(), s()),
+        Merge(E, block_q), strided(NUMBERS[dtype], s(), s(), s()), loose(Float32, s(), s(), s()),
         compact(Float32, s(), block_q, E), compact(Float32, s(), block_q), compact(Int32, s(), MERGE),
         compact(Float32, s()), Int32(1),
     )  # fmt: skip
@@ -142,7 +117,8 @@ def preprocess(dtype: str, E: int, zeroed: int) -> Entry:
     n, s = NUMBERS[dtype], cute.sym_int
     B, H, Q = s(), s(), s()
     return Entry(
-        around.Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q), _rows(B, H, Q), _rows(B, H, Q),
+        around.Preprocess(E, zeroed), strided(n, B, H, Q), strided(n, B, H, Q),
+        *[loose(Float32, B, H, Q) for _ in range(2)],
         compact(Float32, 2, B, H, s()), compact(Float32, s(), s(), s(), 64 * zeroed if zeroed else s()),
         compact(Float32, s()), Int32(1), Int32(1),
     )  # fmt: skip
@@ -165,7 +141,7 @@ def query_gradient(config: QueryConfig) -> Entry:
     return Entry(
         QueryGradient(c), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
         compact(Float32, 2, B, H, s()), strided(n, B, H, Q), compact(Int32, s(), ITEM), compact(Int32, s(), s()), rows,
-        rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), _lengths(c),
+        rows, compact(Int32, s(), c.block_kv // 32), compact(Float32, s(), c.block_q, c.D), lengths_of(c),
         compact(Int32, 1), *[Float32(1)] * 3, *[Int32(1)] * 2,
     )  # fmt: skip
 
@@ -176,20 +152,17 @@ def gather(config: GatherConfig) -> Entry:
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
     items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
-    sizes, pull = [Float32(1)] * 3 * c.particles, [compact(Float32, s(), s(), POINT)] * c.particles
-    if c.particles:  # named rows, and what `particles.space` has
-        lists = (*lists, compact(Int32, s()), *[compact(Float32, s(), POINT) for _ in range(2)], compact(Int32, s()))
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
     tile_counter = compact(Int32, 1)
     of_forward = (
-        inputs[3], _rows(B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64), lengths,
-        tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3,
+        inputs[3], loose(Float32, B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64),
+        lengths, tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3,
     )  # fmt: skip
     if c.dtype == "float32":
         halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
         return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
     if c.direction == "forward":
-        return Entry((ParticleForward if c.particles else GatherForward)(c), *inputs[:3], *of_forward, *sizes)
+        return Entry(GatherForward(c), *inputs[:3], *of_forward)
     numbers = [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "gradients":
         sums = compact(Float32, B, G, K, c.size)
@@ -199,26 +172,13 @@ def gather(config: GatherConfig) -> Entry:
         )  # fmt: skip
     if c.direction == "query":
         return Entry(
-            (ParticleQuery if c.particles else GatherQuery)(c), *inputs, terms, strided(n, B, H, Q), *pull, items,
-            *lists, part, lengths, tile_counter, *numbers, *sizes,
+            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items,
+            *lists, part, lengths, tile_counter, *numbers,
         )  # fmt: skip
     return Entry(
-        (ParticleColumns if c.particles else GatherColumns)(c), *inputs, terms, strided(n, B, G, K),
-        strided(n, B, G, K), *pull, items, compact(Int32, s(), SEGMENT), *lists, part,
-        compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers, *sizes,
-    )  # fmt: skip
-
-
-def gated(config: GatedConfig) -> Entry:
-    """The forward of gated attention."""
-    n, s = NUMBERS[config.dtype], cute.sym_int
-    B, H, G, N, units, tiles = s(), s(), s(), s(), s(), s()
-    q, k = strided(n, B, H, N), strided(n, B, G, N)
-    of_keys = [compact(x, units, N) for x in (Float32, Float32, Int32)]
-    return Entry(
-        Gated(config), q, k, strided(n, B, G, N), strided(n, B, H, N), _rows(B, H, N), *of_keys,
-        compact(Int32, units, tiles, s()), compact(Int32, units, tiles, 2), compact(Int32, units, 1, N),
-        compact(Int32, units, 1, s()), compact(Int32, 1), Float32(1), *[Int32(1)] * 3,
+        GatherColumns(c), *inputs, terms, strided(n, B, G, K),
+        strided(n, B, G, K), items, compact(Int32, s(), SEGMENT), *lists, part,
+        compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
     )  # fmt: skip
 
 
@@ -231,7 +191,7 @@ def rows(config: RowsConfig) -> Entry:
     lengths, numbers = compact(Int32, s()), [Int32(1)] * 4
     if c.direction == "forward":
         return Entry(
-            RowsForward(c), q, k, v, dout, _rows(B, H, Q), *lists, compact(Float32, s()), part,
+            RowsForward(c), q, k, v, dout, loose(Float32, B, H, Q), *lists, compact(Float32, s()), part,
             compact(Float32, s(), 1), lengths, *[Float32(1)] * 2, Int32(1), *numbers,
         )  # fmt: skip
     given, terms, factors = (q, k, v, dout), compact(Float32, 2, B, H, s()), [Float32(1)] * 3
@@ -240,52 +200,6 @@ def rows(config: RowsConfig) -> Entry:
     made = [strided(Float32 if c.shares else n, B, heads, K) for heads in [s() if c.shares else G] * 2]
     parts = part, compact(Float32, s(), 1, c.size)
     return Entry(RowsColumns(c), *given, terms, *made, *lists, *parts, lengths, *factors, *numbers)
-
-
-def select(config: SelectConfig) -> Entry:
-    """The lists of alpha-entmax or of the k largest scores."""
-    n, s = NUMBERS[config.dtype], cute.sym_int
-    B, Q, K = s(), s(), s()
-    rows, L = s(), s()
-    return Entry(
-        Select(config), strided(n, B, s(), Q), strided(n, B, s(), K), compact(Float32, s()), compact(Int32, s()),
-        compact(Int32, s()), compact(Int32, rows, L), compact(Float32, s(), s()), compact(Int32, s()),
-        compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()), Float32(1), *[Int32(1)] * 7,
-    )  # fmt: skip
-
-
-def tiled(config: TiledConfig) -> Entry:
-    """Out and normalisers of the rows of alpha-entmax that have no list."""
-    n, s = NUMBERS[config.dtype], cute.sym_int
-    B, H, G, Q, K, rows = s(), s(), s(), s(), s(), s()
-    return Entry(
-        Tiled(config), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), compact(Float32, H),
-        compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()), compact(Int32, 2),
-        compact(Int32, rows, s()), compact(Float32, s()), compact(Int32, s()), compact(Uint8, s()),
-        *[Float32(1)] * 2, *[Int32(1)] * 3,
-    )  # fmt: skip
-
-
-def tiled_columns(config: TiledColumnsConfig) -> Entry:
-    """What these rows add to dK and dV."""
-    n, s = NUMBERS[config.dtype], cute.sym_int
-    B, H, G, Q, K, keys = s(), s(), s(), s(), s(), s()
-    return Entry(
-        TiledColumns(config), strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q),
-        compact(Float32, H), compact(Int32, s()), compact(Int32, s()), compact(Int32, s(), Q), compact(Int32, s()),
-        compact(Int32, 2), compact(Float32, s()), compact(Float32, s()), compact(Int32, keys, s()),
-        compact(Int32, keys, s()), Float32(1), *[Int32(1)] * 2,
-    )  # fmt: skip
-
-
-def column_lists(keys: int, chunks: int, fill: bool) -> Entry:
-    """The lists of keys from those of rows: the counts of cells, or their places."""
-    s = cute.sym_int
-    rows = s()
-    return Entry(
-        ColumnLists(keys, chunks, fill), compact(Int32, rows, s()), compact(Int32, rows),
-        compact(Int32, s()), compact(Int32, s()), compact(Int32, s()), Int32(1), Int32(1),
-    )  # fmt: skip
 
 
 def sum_parts(dtype: str, size: int, block: int) -> Entry:
@@ -297,27 +211,6 @@ def sum_parts(dtype: str, size: int, block: int) -> Entry:
     )  # fmt: skip
 
 
-def strided(dtype: Any, *lead: Any) -> Any:
-    """A fake (B, heads, rows, columns) tensor as TMA wants it: strides and address multiples of 16 bytes."""
-    strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-    return make_fake_tensor(dtype, (*lead, cute.sym_int()), (*strides, 1), assumed_align=16)
-
-
-def _rows(*shape: Any) -> Any:
-    """A fake float32 (B, H, rows) tensor of any strides."""
-    return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
-
-
-def _lengths(config: Any) -> Any:
-    """Key lengths of the batch elements, where a configuration of the backward reads them: else no argument."""
-    return compact(Int32, cute.sym_int()) if config.lengths else None
-
-
 def _pairs(dtype: Any) -> Any:
     """dS of pairs of tiles; their number times their size may pass 32 bits."""
     return make_fake_tensor(dtype, (cute.sym_int(), PAIR), (cute.sym_int64(divisibility=PAIR), 1), assumed_align=16)
-
-
-def compact(dtype: Any, *shape: Any) -> Any:
-    order = tuple(reversed(range(len(shape))))
-    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)

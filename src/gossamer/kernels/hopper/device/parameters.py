@@ -1,25 +1,12 @@
-"""What the arrays among a kernel's arguments are to it: read, written or added to, and of what strides.
-
-In the order of the call, as `device.entries` has them. Nothing here imports the compiler: an edge that passes flat
-memory and numbers in the place of arrays of any strides (`device.flat`) reads it where there is none.
-"""
+"""What the arrays among a kernel's arguments are to it, in the order of the call, as `device.entries` has them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-Role = Literal["read", "made", "kept"]
+from gossamer.cute.parameters import Parameter, parameters_of
 
-
-class Parameter(NamedTuple):
-    """An array among the arguments of a kernel."""
-
-    name: str
-    rank: int  # of one with any strides; 0: contiguous, as it is
-    role: Role  # read; made: written, whatever it held; kept: it is written in part, or added to
-
-
-# By kind: a name, "/n" behind arrays of n dimensions and any strides, "!" behind what is made, "+" behind what is kept.
+# By kind, as `cute.parameters` reads them.
 _COLUMNS = "dk/4! dv/4! work segments"
 _GRADIENT = "q/4 k/4 v/4 dout/4 terms"
 _BLOCK = "lists lo hi pool"
@@ -35,7 +22,6 @@ KINDS = {
     "query_gradient": f"{_GRADIENT} dq/4! work {_BLOCK} part_dq! {_END}",
     "postprocess": "dq_sum dq/4!",
     "sum_parts": "result/4+ parts merges",
-    "gated": "q/4 k/4 v/4 out/4! lse/3! u tau last lists counts every ends tile_counter+",
     "gather forward": f"q/4 k/4 v/4 out/4! lse/3! work {_GATHERED} sinks part_out! part_lse! {_END}",
     "gather query": f"{_GRADIENT} dq/4! work {_GATHERED} part_dq! {_END}",
     "gather columns": f"{_GRADIENT} {_COLUMNS} {_GATHERED} part_dk! part_dv! {_END}",
@@ -49,17 +35,8 @@ KINDS = {
 def parameters(kind: str, *key: Any) -> tuple[Parameter, ...]:
     """The arrays among the arguments of a kernel of `hopper.compiled`, made for a key."""
     text = KINDS[f"{kind} {key[0].direction}" if kind in ("gather", "rows") else kind]
-    if kind == "gather" and key[0].particles:
-        text = text.replace(_GATHERED, f"{_GATHERED} particles theirs mine far", 1)
-        text = text.replace("dq/4!", "dq/4! pull!").replace("dv/4!", "dv/4! pull!")
     if kind == "gather" and key[0].dtype == "float32":
         text = text.replace("v/4 ", "v/4 k_halves! v_halves! powers! ", 1)
     if kind == "backward" and not key[0].with_dq:
         text = text.replace("dq_sum+", "dq_sum!")  # an argument that nothing touches: any memory will do
-    return tuple(_parameter(word) for word in text.split())
-
-
-def _parameter(word: str) -> Parameter:
-    role: Role = "made" if word.endswith("!") else "kept" if word.endswith("+") else "read"
-    name, _, rank = word.rstrip("!+").partition("/")
-    return Parameter(name, int(rank or 0), role)
+    return parameters_of(text)

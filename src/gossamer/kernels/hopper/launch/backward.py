@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gossamer.cute.configurations import Clears
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import WIDE, backward_config, query_config, wide_config
-from gossamer.kernels.hopper.device.configurations import BackwardConfig, Clears, QueryConfig, WideConfig
+from gossamer.kernels.hopper.device.configurations import BackwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import (
     Schedule,
     factors,

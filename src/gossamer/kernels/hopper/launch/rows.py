@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.cute.merges import MERGE, PartMerge
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.device.merges import MERGE, PartMerge
 from gossamer.kernels.hopper.device.rows.configurations import SIZES, RowsConfig
 from gossamer.kernels.hopper.launch.arguments import (
     factors,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gossamer.kernels.hopper.device.configurations import Clears
+from gossamer.cute.configurations import Clears
 from gossamer.kernels.hopper.schedule.arrays import Array, placed
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.hopper.device.column_items import SEGMENT
-from gossamer.kernels.hopper.device.merges import MERGE
-from gossamer.kernels.hopper.device.row_items import ITEM
+from gossamer.cute.column_items import SEGMENT
+from gossamer.cute.merges import MERGE
+from gossamer.cute.row_items import ITEM
 from gossamer.kernels.hopper.schedule.cuts import ROUNDS, SLACK
 from gossamer.kernels.hopper.schedule.item_kernels import (
     HALVINGS,

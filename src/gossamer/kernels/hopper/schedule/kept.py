@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.row_items import RowItem
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.row_items import RowItem
 from gossamer.kernels.hopper.schedule.arrays import Array, placed
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.lists import Lists, lists, table_of, there_and_back

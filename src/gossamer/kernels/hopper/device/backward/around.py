@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from gossamer.kernels.hopper.device.instructions import LOG2E, pack
-from gossamer.kernels.hopper.device.merges import PartMerge
+from gossamer.cute.instructions import LOG2E, pack
+from gossamer.cute.merges import PartMerge
 
 THREADS = 256
 ROWS = 64  # rows of a block

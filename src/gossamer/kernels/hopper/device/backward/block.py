@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.clearing import Landing
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import Block, Ring
-from gossamer.kernels.hopper.device.tiles import Tma
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.cute.clearing import Landing
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.common import Block, Ring
+from gossamer.cute.tiles import Tma
+from gossamer.cute.work import ItemRing
 
 
 class ColumnArguments(NamedTuple):

@@ -15,9 +15,9 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP
-from gossamer.kernels.hopper.device.tiles import Tma, partition
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, WARPGROUP
+from gossamer.cute.tiles import Tma, partition
 
 STEP = 8  # words of the description of 64 queries
 STAGES = 2  # of dS

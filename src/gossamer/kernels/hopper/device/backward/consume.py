@@ -10,13 +10,13 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device import instructions
+from gossamer.cute import instructions
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, Opaque
+from gossamer.cute.tiles import accumulator, issue, product_of, transposed
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock
 from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, Step, high, low, put_tile, row_terms
 from gossamer.kernels.hopper.device.backward.keep import put_pair
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque
-from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
 
 
 class ColumnConsumer(Opaque):

@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS
 
 PAIR = ROWS * ROWS  # numbers of a pair of tiles
 # Shape and strides of the queries by their places in a row: the second and the third digit change places.

@@ -13,24 +13,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.common import put_part, put_tile
-from gossamer.kernels.hopper.device.backward.keep import PAIR, QUERIES, pair_of, query_of
-from gossamer.kernels.hopper.device.clearing import KeptKeys, Landing, landing_of
-from gossamer.kernels.hopper.device.common import (
-    NUMBERS,
-    ROWS,
-    WARPGROUP,
-    Barrier,
-    Block,
-    Opaque,
-    Ring,
-    computing_thread,
-)
-from gossamer.kernels.hopper.device.configurations import KeptConfig
-from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
-from gossamer.kernels.hopper.device.tiles import (
+from gossamer.cute import instructions
+from gossamer.cute.clearing import KeptKeys, Landing, landing_of
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, Barrier, Block, Opaque, Ring, computing_thread
+from gossamer.cute.row_items import ITEM, RowItem
+from gossamer.cute.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
+from gossamer.cute.tiles import (
     Tma,
     accumulator,
     first_factor,
@@ -42,7 +30,10 @@ from gossamer.kernels.hopper.device.tiles import (
     tma,
     transposed,
 )
-from gossamer.kernels.hopper.device.work import ItemRing, TileRows
+from gossamer.cute.work import ItemRing, TileRows
+from gossamer.kernels.hopper.device.backward.common import put_part, put_tile
+from gossamer.kernels.hopper.device.backward.keep import PAIR, QUERIES, pair_of, query_of
+from gossamer.kernels.hopper.device.configurations import KeptConfig
 
 
 class KeptArguments(NamedTuple):

@@ -14,6 +14,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from gossamer.cute.clearing import landing_of
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, RingPair
+from gossamer.cute.row_items import ITEM
+from gossamer.cute.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
+from gossamer.cute.tiles import tile_layout, tma
 from gossamer.kernels.hopper.device.backward.block import ColumnArguments, ColumnBlock, TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STAGES, STEP
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
@@ -21,12 +26,7 @@ from gossamer.kernels.hopper.device.backward.masks import TileColumnMasks
 from gossamer.kernels.hopper.device.backward.pair import PairConsumer
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork, Producer
 from gossamer.kernels.hopper.device.backward.send import Sender
-from gossamer.kernels.hopper.device.clearing import landing_of
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, RingPair
 from gossamer.kernels.hopper.device.configurations import BackwardConfig
-from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import tile_layout, tma
 
 
 class ColumnKernel(Shell):

@@ -6,12 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device import instructions
+from gossamer.cute import instructions
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.common import FAR, ROWS, Opaque, Thread, computing_thread, within_keys
+from gossamer.cute.row_items import RowItem
 from gossamer.kernels.hopper.device.backward.block import TileColumnBlock, TileQueryBlock, WideBlock
 from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift, two_rows
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Thread, computing_thread, within_keys
-from gossamer.kernels.hopper.device.row_items import RowItem
 
 WORDS = ROWS // 32  # of a key and 64 queries
 

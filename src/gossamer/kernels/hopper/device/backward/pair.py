@@ -8,12 +8,12 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP
+from gossamer.cute.tiles import accumulator, issue, product_of, transposed
 from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STAGES, ColumnBarrier, Kind, row_terms
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP
-from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, transposed
 
 
 class PairConsumer(ColumnConsumer):

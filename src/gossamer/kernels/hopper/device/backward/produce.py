@@ -10,15 +10,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from gossamer.cute.clearing import WARP, outside, unset
+from gossamer.cute.column_items import SEGMENT, ColumnItem, Segment
+from gossamer.cute.common import FAR, ROWS, Opaque, Ring, within_keys
+from gossamer.cute.configurations import Clears
+from gossamer.cute.row_items import ITEM
+from gossamer.cute.tiles import Tma, partition, tile_loader
+from gossamer.cute.work import WorkList
 from gossamer.kernels.hopper.device.backward.block import TileColumnBlock
 from gossamer.kernels.hopper.device.backward.common import STEP, Kind, Step, two_rows
-from gossamer.kernels.hopper.device.clearing import WARP, outside, unset
-from gossamer.kernels.hopper.device.column_items import SEGMENT, ColumnItem, Segment
-from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque, Ring, within_keys
-from gossamer.kernels.hopper.device.configurations import Clears
-from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.tiles import Tma, partition, tile_loader
-from gossamer.kernels.hopper.device.work import WorkList
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,22 +13,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.backward.block import QueryArguments, QueryBlock, TileQueryBlock
-from gossamer.kernels.hopper.device.backward.common import (
-    Kind,
-    clear,
-    put_part,
-    put_tile,
-    send_tile,
-    two_rows,
-)
-from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
-from gossamer.kernels.hopper.device.clearing import KeptKeys, landing_of, looks_for_keys
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, place_of
-from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
-from gossamer.kernels.hopper.device.tiles import (
+from gossamer.cute import instructions
+from gossamer.cute.clearing import KeptKeys, landing_of, looks_for_keys
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, Barrier, Opaque, place_of
+from gossamer.cute.row_items import ITEM, RowItem
+from gossamer.cute.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
+from gossamer.cute.tiles import (
     accumulator,
     issue,
     partition,
@@ -39,7 +29,17 @@ from gossamer.kernels.hopper.device.tiles import (
     tma,
     transposed,
 )
-from gossamer.kernels.hopper.device.work import TileRows
+from gossamer.cute.work import TileRows
+from gossamer.kernels.hopper.device.backward.block import QueryArguments, QueryBlock, TileQueryBlock
+from gossamer.kernels.hopper.device.backward.common import (
+    Kind,
+    clear,
+    put_part,
+    put_tile,
+    send_tile,
+    two_rows,
+)
+from gossamer.kernels.hopper.device.backward.masks import TileRowMasks
 
 
 @cute.jit

@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.common import ROWS, WARPGROUP, Opaque
+from gossamer.cute.tiles import partition
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock
 from gossamer.kernels.hopper.device.backward.common import ColumnBarrier, Kind, Step, bulk_add
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque
-from gossamer.kernels.hopper.device.tiles import partition
 
 
 class Sender(Opaque):

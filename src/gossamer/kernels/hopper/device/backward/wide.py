@@ -16,7 +16,11 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device import instructions
+from gossamer.cute import instructions
+from gossamer.cute.column_items import ColumnItem
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, Opaque, computing_thread
+from gossamer.cute.shell import array, tiles, words
+from gossamer.cute.tiles import Tma, accumulator, issue, product_of, transposed
 from gossamer.kernels.hopper.device.backward.block import ColumnArguments, WideBlock
 from gossamer.kernels.hopper.device.backward.common import (
     Kind,
@@ -32,11 +36,7 @@ from gossamer.kernels.hopper.device.backward.common import (
 from gossamer.kernels.hopper.device.backward.keep import put_pair
 from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import WideColumnMasks
-from gossamer.kernels.hopper.device.column_items import ColumnItem
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Opaque, computing_thread
 from gossamer.kernels.hopper.device.configurations import WideConfig
-from gossamer.kernels.hopper.device.shell import array, tiles, words
-from gossamer.kernels.hopper.device.tiles import Tma, accumulator, issue, product_of, transposed
 
 
 class WideBarrier(IntEnum):

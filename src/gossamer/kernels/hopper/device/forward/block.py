@@ -7,10 +7,10 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.clearing import Landing
-from gossamer.kernels.hopper.device.common import Block, Ring
-from gossamer.kernels.hopper.device.tiles import Tma
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.cute.clearing import Landing
+from gossamer.cute.common import Block, Ring
+from gossamer.cute.tiles import Tma
+from gossamer.cute.work import ItemRing
 
 
 class ForwardArguments(NamedTuple):

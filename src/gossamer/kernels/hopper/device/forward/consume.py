@@ -14,15 +14,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
-from gossamer.kernels.hopper.device.configurations import Hold
-from gossamer.kernels.hopper.device.forward.block import StoringBlock
-from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
-from gossamer.kernels.hopper.device.forward.results import Epilogue
-from gossamer.kernels.hopper.device.forward.softmax import Softmax
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import (
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, WARPGROUP, Barrier, Opaque, Thread
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.tiles import (
     accumulator,
     first_factor,
     held_factor,
@@ -32,6 +27,11 @@ from gossamer.kernels.hopper.device.tiles import (
     second_factor,
     transposed,
 )
+from gossamer.kernels.hopper.device.configurations import Hold
+from gossamer.kernels.hopper.device.forward.block import StoringBlock
+from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
+from gossamer.kernels.hopper.device.forward.results import Epilogue
+from gossamer.kernels.hopper.device.forward.softmax import Softmax
 
 UNMASKED = ("full", "live")  # steps of which every pair is kept; of live keys with gates
 

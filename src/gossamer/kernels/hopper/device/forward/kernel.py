@@ -14,8 +14,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.clearing import landing_of, looks_for_keys
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
+from gossamer.cute.clearing import landing_of, looks_for_keys
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, computing_thread
+from gossamer.cute.row_items import ITEM
+from gossamer.cute.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
+from gossamer.cute.tiles import tile_layout, tma
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.device.forward.block import ForwardArguments, ForwardBlock
 from gossamer.kernels.hopper.device.forward.consume import Consumer
@@ -23,9 +26,6 @@ from gossamer.kernels.hopper.device.forward.masks import BlockMask
 from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.forward.produce import Producer
 from gossamer.kernels.hopper.device.forward.results import store
-from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import tile_layout, tma
 
 REGISTERS = {(1, 1): (56, 240), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160)}  # by warpgroups and blocks
 

@@ -12,10 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import FAR, ROWS, WARPGROUP, Barrier, Opaque, Thread, within_keys
+from gossamer.cute import instructions
+from gossamer.cute.common import FAR, ROWS, WARPGROUP, Barrier, Opaque, Thread, within_keys
+from gossamer.cute.row_items import RowItem
 from gossamer.kernels.hopper.device.forward.block import ForwardBlock
-from gossamer.kernels.hopper.device.row_items import RowItem
 
 
 @cute.jit

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.instructions import LN2, LOG2E
-from gossamer.kernels.hopper.device.merges import PartMerge
+from gossamer.cute.instructions import LN2, LOG2E
+from gossamer.cute.merges import PartMerge
 
 WARPS = 4
 

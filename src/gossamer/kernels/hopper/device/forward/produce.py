@@ -6,13 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.clearing import KeptKeys, looks_for_keys
-from gossamer.kernels.hopper.device.common import FAR, ROWS, Opaque
+from gossamer.cute.clearing import KeptKeys, looks_for_keys
+from gossamer.cute.common import FAR, ROWS, Opaque
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.tiles import partition, tile_loader
+from gossamer.cute.work import TileRows
 from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import partition, tile_loader
-from gossamer.kernels.hopper.device.work import TileRows
 
 # The next item is drawn this many keys before the last load of an item, and then published with its Q: not before the
 # item's third tile is loaded, since consumers finish the item before it during the second, nor before its results have

@@ -9,13 +9,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Barrier, Opaque, Thread, place_of
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, WARPGROUP, Barrier, Opaque, Thread, place_of
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.tiles import partition, rows_of
 from gossamer.kernels.hopper.device.forward.block import StoringBlock
 from gossamer.kernels.hopper.device.forward.masks import share_bounds, two
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import partition, rows_of
 
 
 @cute.jit

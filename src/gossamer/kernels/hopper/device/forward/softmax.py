@@ -8,13 +8,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, Opaque, Thread
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.tiles import accumulator
 from gossamer.kernels.hopper.device.configurations import Hold
 from gossamer.kernels.hopper.device.forward.block import RowBlock
 from gossamer.kernels.hopper.device.forward.masks import two
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import accumulator
 
 FINITE = 2.0**100  # a sum that is not below it may have lost a power, which was too large for float32
 

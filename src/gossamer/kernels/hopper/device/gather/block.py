@@ -10,10 +10,10 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from gossamer.cute.tiles import Tma
+from gossamer.cute.work import ItemRing
 from gossamer.kernels.hopper.device.backward.block import ColumnBlock, QueryBlock
 from gossamer.kernels.hopper.device.forward.block import RowBlock, StoringBlock
-from gossamer.kernels.hopper.device.tiles import Tma
-from gossamer.kernels.hopper.device.work import ItemRing
 
 
 class GatherForwardArguments(NamedTuple):

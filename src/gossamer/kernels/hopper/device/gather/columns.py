@@ -13,23 +13,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device import instructions
+from gossamer.cute import instructions
+from gossamer.cute.column_items import ColumnItem, Segment
+from gossamer.cute.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
+from gossamer.cute.shell import words
+from gossamer.cute.tiles import TileLoader, tile_loader, tma
 from gossamer.kernels.hopper.device.backward.common import Kind, Step, shift
 from gossamer.kernels.hopper.device.backward.consume import ColumnConsumer
 from gossamer.kernels.hopper.device.backward.kernel import ColumnKernel
 from gossamer.kernels.hopper.device.backward.masks import clear_pairs
 from gossamer.kernels.hopper.device.backward.produce import ColumnWork
 from gossamer.kernels.hopper.device.backward.send import Sender
-from gossamer.kernels.hopper.device.column_items import ColumnItem, Segment
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, Opaque, RingPair, computing_thread
 from gossamer.kernels.hopper.device.forward.masks import one
 from gossamer.kernels.hopper.device.gather.block import GatherColumnArguments, GatherColumnBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORD, WORDS
 from gossamer.kernels.hopper.device.gather.rows import COPIES, THREADS, RowCopies, WordCopies, copy, role_of
 from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, items_to_gather
-from gossamer.kernels.hopper.device.shell import words
-from gossamer.kernels.hopper.device.tiles import TileLoader, tile_loader, tma
 
 
 @dataclass(frozen=True, eq=False)

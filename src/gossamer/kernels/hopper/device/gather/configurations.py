@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.kernels.hopper.device.configurations import Hold, check_memory, queries_of
+from gossamer.cute.configurations import check_memory, queries_of
+from gossamer.kernels.hopper.device.configurations import Hold
 
 ROWS = 64  # of a group, and columns that are gathered at a time: the layout's own
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros

@@ -11,7 +11,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, computing_thread
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, computing_thread
+from gossamer.cute.row_items import ITEM, RowItem
+from gossamer.cute.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
+from gossamer.cute.tiles import tile_layout
+from gossamer.cute.work import GatheredRows
 from gossamer.kernels.hopper.device.forward.consume import Consumer
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.forward.results import store
@@ -20,10 +24,6 @@ from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import GatheredMask
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
 from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, item_rows, items_to_gather
-from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import tile_layout
-from gossamer.kernels.hopper.device.work import GatheredRows
 
 
 class GatherForward(Shell):

@@ -14,15 +14,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from gossamer.kernels.hopper.device import instructions
+from gossamer.cute import instructions
+from gossamer.cute.common import NUMBERS, ROWS, WARPGROUP, Barrier
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.shell import tile_memory, tiles
+from gossamer.cute.tiles import accumulator, issue, product_of, tile_layout, transposed
 from gossamer.kernels.hopper.device.backward.common import clear, put_tile, two_rows
 from gossamer.kernels.hopper.device.backward.query import QueryConsumer, probabilities, score_gradients
-from gossamer.kernels.hopper.device.common import NUMBERS, ROWS, WARPGROUP, Barrier
 from gossamer.kernels.hopper.device.gather.block import GatherGradientArguments, GatherGradientBlock
 from gossamer.kernels.hopper.device.gather.query import GatheredRowMasks, GatherQuery
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.shell import tile_memory, tiles
-from gossamer.kernels.hopper.device.tiles import accumulator, issue, product_of, tile_layout, transposed
 
 PART = 128  # columns of dK and dV that are made at a time
 FLOAT = 4  # bytes

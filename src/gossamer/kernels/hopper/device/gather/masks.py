@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, Opaque, Thread, ring
+from gossamer.cute.row_items import RowItem
 from gossamer.kernels.hopper.device.forward.masks import one, packed_mask
 from gossamer.kernels.hopper.device.gather.block import GatherForwardBlock
-from gossamer.kernels.hopper.device.row_items import RowItem
 
 WORD = 32  # columns of a mask word
 WORDS = 2 * ROWS  # of a step of 64 queries

@@ -12,18 +12,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from gossamer.cute.common import Opaque, computing_thread
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.shell import words
+from gossamer.cute.tiles import Tma
+from gossamer.cute.work import GatheredRows
 from gossamer.kernels.hopper.device.backward.common import Kind
 from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
-from gossamer.kernels.hopper.device.common import Opaque, computing_thread
 from gossamer.kernels.hopper.device.gather.block import GatherQueryArguments, GatherQueryBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import GatheredWords
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
 from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, item_rows, items_to_gather
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.shell import words
-from gossamer.kernels.hopper.device.tiles import Tma
-from gossamer.kernels.hopper.device.work import GatheredRows
 
 
 class GatheredRowMasks(Opaque):

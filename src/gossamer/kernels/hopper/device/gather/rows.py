@@ -13,10 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring, ring, within_keys
-from gossamer.kernels.hopper.device.instructions import assembly
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.work import ItemRing
+from gossamer.cute.common import ROWS, Opaque, Ring, ring, within_keys
+from gossamer.cute.instructions import assembly
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.work import ItemRing
 
 PIECE = 16  # bytes of a copy
 THREADS = 64  # of the two warps that gather together

@@ -8,12 +8,12 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Ring
+from gossamer.cute.common import ROWS, Opaque, Ring
+from gossamer.cute.row_items import ITEM
+from gossamer.cute.shell import ring_of, words
+from gossamer.cute.tiles import Tma, packed_tma, tma
+from gossamer.cute.work import ItemRing, WorkList
 from gossamer.kernels.hopper.device.gather.rows import THREADS
-from gossamer.kernels.hopper.device.row_items import ITEM
-from gossamer.kernels.hopper.device.shell import ring_of, words
-from gossamer.kernels.hopper.device.tiles import Tma, packed_tma, tma
-from gossamer.kernels.hopper.device.work import ItemRing, WorkList
 
 AHEAD = 2  # descriptions of items for the warps that gather, which have their own
 

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from gossamer.kernels.hopper.device.common import Opaque, within_keys
-from gossamer.kernels.hopper.device.instructions import LN2, LOG2E
+from gossamer.cute.common import Opaque, within_keys
+from gossamer.cute.instructions import LN2, LOG2E
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.hopper.device.rows.pieces import (
     Item,

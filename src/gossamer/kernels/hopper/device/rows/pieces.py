@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from gossamer.cute.common import Opaque
+from gossamer.cute.instructions import LOG2E, assembly
 from gossamer.kernels.hopper.device.backward.around import VECTOR, move
-from gossamer.kernels.hopper.device.common import Opaque
-from gossamer.kernels.hopper.device.instructions import LOG2E, assembly
 from gossamer.kernels.hopper.device.rows.configurations import ITEMS, LANES, WARPS, RowsConfig
 from gossamer.kernels.hopper.device.rows.words import Word
 

@@ -13,8 +13,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, Opaque, Thread
+from gossamer.cute.row_items import RowItem
+from gossamer.cute.tiles import accumulator, product_of, second_factor, transposed
 from gossamer.kernels.hopper.device.forward.masks import packed_mask
 from gossamer.kernels.hopper.device.forward.results import factors
 from gossamer.kernels.hopper.device.gather.block import Float32Block
@@ -30,8 +32,6 @@ from gossamer.kernels.hopper.device.gather.float32.split import (
     split,
 )
 from gossamer.kernels.hopper.device.gather.masks import GatheredWords
-from gossamer.kernels.hopper.device.row_items import RowItem
-from gossamer.kernels.hopper.device.tiles import accumulator, product_of, second_factor, transposed
 
 LINE = 32  # float32 numbers in 128 bytes
 HALVES = ((1, 0), (0, 1), (0, 0))  # of two factors, 0 is hi and 1 is lo: the products that are summed

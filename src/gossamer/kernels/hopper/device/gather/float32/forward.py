@@ -11,7 +11,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
-from gossamer.kernels.hopper.device.common import ROWS, WARPGROUP, computing_thread
+from gossamer.cute.common import ROWS, WARPGROUP, computing_thread
+from gossamer.cute.row_items import ITEM, RowItem
+from gossamer.cute.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
+from gossamer.cute.tiles import tile_layout, tma
+from gossamer.cute.work import GatheredRows
 from gossamer.kernels.hopper.device.forward.produce import ItemLoader
 from gossamer.kernels.hopper.device.gather.block import Float32Arguments, Float32Block
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
@@ -21,10 +25,6 @@ from gossamer.kernels.hopper.device.gather.float32.split import SplitRows
 from gossamer.kernels.hopper.device.gather.masks import WORDS
 from gossamer.kernels.hopper.device.gather.rows import role_of
 from gossamer.kernels.hopper.device.gather.serve import Server
-from gossamer.kernels.hopper.device.row_items import ITEM, RowItem
-from gossamer.kernels.hopper.device.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles, words
-from gossamer.kernels.hopper.device.tiles import tile_layout, tma
-from gossamer.kernels.hopper.device.work import GatheredRows
 
 
 class Float32Forward(Shell):

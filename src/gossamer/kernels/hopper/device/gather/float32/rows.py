@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from gossamer.kernels.hopper.device.common import ROWS, Ring, ring
+from gossamer.cute.common import ROWS, Ring, ring
 from gossamer.kernels.hopper.device.forward.masks import two
 from gossamer.kernels.hopper.device.gather.block import Float32Block
 from gossamer.kernels.hopper.device.gather.rows import PIECE, ItemGatherer, RowCopies, WordCopies, copy

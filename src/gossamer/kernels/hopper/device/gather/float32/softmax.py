@@ -15,8 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from gossamer.kernels.hopper.device import instructions
-from gossamer.kernels.hopper.device.common import ROWS, Opaque, Thread, ring
+from gossamer.cute import instructions
+from gossamer.cute.common import ROWS, Opaque, Thread, ring
 from gossamer.kernels.hopper.device.forward.masks import two
 from gossamer.kernels.hopper.device.gather.block import Float32Block
 from gossamer.kernels.hopper.device.gather.float32.split import BIAS, FIELD, float_bits, split

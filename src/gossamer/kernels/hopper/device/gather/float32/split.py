@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 from cutlass._mlir.dialects import llvm
 
-from gossamer.kernels.hopper.device import instructions
+from gossamer.cute import instructions
 
 THREADS = 256
 VECTOR = 8  # numbers of a row that a thread splits: 16 bytes of hi and 16 of lo

@@ -1,0 +1,259 @@
+"""Key blocks by their scores, for each block of queries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.blocks.operator import choose
+from gossamer.blocks.scores import row_bounds
+from gossamer.patterns.reach import Reach, rule
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.scale import with_number
+from gossamer.torch.structure import BlockIndices
+from gossamer.torch.structure.chosen import BLOCKS
+from gossamer.torch.validate import (
+    Arguments,
+    Layout,
+    cast_type,
+    check_types,
+    describe,
+    four_dimensional,
+    is_bshd,
+    validate,
+    whole,
+)
+
+
+class SelectedBlocks(BlockIndices):
+    """What `topk_blocks` gives: `BlockIndices`, causal where they were chosen so, with what is known of the choice.
+
+    Attributes:
+        indices: (B, heads, T, n) int32, T = ceil(Q / block_size), heads H or, where a group shares its list, G. Blocks
+            that are always kept come first, then the others by their score; -1 where fewer are kept.
+        covered: (B, heads, T) float32, the share of the softmax over the scores of all visible blocks that the chosen
+            ones hold. Less than `top_p` where `topk` left no room for more.
+    """
+
+    covered: Tensor
+
+    def __init__(self, indices: Tensor, covered: Tensor, choice: Choice) -> None:
+        super().__init__(indices, choice.block_size)
+        self.covered, self._choice = covered, choice
+        if choice.causal:
+            self.rule = rule(Reach(right=0))
+
+    def __repr__(self) -> str:
+        return f"SelectedBlocks({tuple(self.indices.shape)}, {self.block_size}, causal={self._choice.causal})"
+
+    def kept_mass(self, lse: Tensor) -> Tensor:
+        """A certified lower bound of the probability that each row keeps: of its attention over all visible keys.
+
+        With L the lse of the kept keys and b_c the bound of a row's scores in block c, no score in c is over b_c, so
+        that the dropped keys weigh at most X = sum of n_c * exp(b_c) over the visible dropped blocks of n_c visible
+        keys each, and the row keeps at least exp(L) / (exp(L) + X).
+
+        Rounding is on the safe side. Bounds are computed again, row by row, in float64, some blocks of queries at a
+        time. Of `lse` an error of up to u * ((2 D + 64) S + 4 |lse| + K / 16 + 320) is taken off, with u = 2**-24
+        (2**-53 of float64) and S = |scale| * sum_d |q_d| max_j |k_jd|: D products and sums of a score of which no part
+        is over S, its scale and its exponential, a sum of K terms tile by tile, the logarithm, and as much again.
+
+        Args:
+            lse: (B, H, Q), of `attention` of the same q, k and scale over this selection, without other score terms,
+                `q_offset` or lengths, and under autocast where they were chosen so; float32, or float64 of float64
+                inputs. The tensors q and k are read again.
+
+        Returns:
+            Of lse's shape and type, in [0, 1]; 1 of a row that drops nothing that it could see.
+
+        Raises:
+            Unsupported: the blocks were chosen with another score than "bound".
+            ValueError: `lse` is no such tensor.
+
+        Examples:
+            >>> q, k, v = (torch.randn(1, 2, 256, 32) for _ in range(3))
+            >>> chosen = gs.topk_blocks(q, k, topk=3, causal=True, score="bound")
+            >>> out, lse = gs.attention(q, k, v, chosen, return_lse=True)
+            >>> every = gs.attention(q, k, v, gs.Causal(), return_lse=True)[1]
+            >>> bool((chosen.kept_mass(lse) <= (lse - every).exp() * (1 + 1e-5)).all())
+            True
+        """
+        made = self._choice
+        if made.score != "bound":
+            raise Unsupported(
+                f'kept_mass needs blocks that were chosen with score="bound", which bounds every score; '
+                f"these were chosen with score={made.score!r}"
+            )
+        q, k, block = made.q, made.k, made.block_size
+        (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
+        shape = (B, H, Q)[3 - (made.dims - 1) :]
+        wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if not isinstance(lse, Tensor) or lse.shape != shape or lse.dtype != wanted or lse.device != q.device:
+            raise ValueError(f"lse must be a tensor of shape {shape}, {wanted}, on {q.device}; got {describe(lse)}")
+        if 0 in q.shape or 0 in k.shape:
+            return torch.ones_like(lse)  # nothing is dropped
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            L = lse.detach().double().reshape(B, G, H // G, Q)
+            unit = torch.finfo(lse.dtype).eps / 2
+            largest = k.abs().amax(2).double()  # (B, G, D)
+            # The heads of a group, or 1; blocks as rows have them.
+            dropped = ~self._kept(-(-K // block)).unflatten(1, (G, -1))
+            found = []
+            for rows in row_bounds(q, k, block, made.scale, torch.float64):
+                seen = self._keys_seen(rows.first, rows.end, Q, K)
+                left = dropped[:, :, :, rows.first // block : -(-rows.end // block)].repeat_interleave(block, 3)
+                left = left[:, :, :, : rows.end - rows.first] & (seen > 0)
+                heaviest = rows.bounds + seen.clamp(min=1).double().log()
+                weight = heaviest.masked_fill(~left, -torch.inf).logsumexp(-1)
+                part = q[:, :, rows.first : rows.end].double().abs().unflatten(1, (G, -1))
+                size = abs(made.scale) * (part * largest[:, :, None, None]).sum(-1)  # S
+                kept = L[..., rows.first : rows.end]
+                kept = kept - unit * ((2 * D + 64) * size + 4 * kept.abs() + K / 16 + 320)
+                # Bounds and this sum in float64: D products, C terms.
+                weight = weight + 2.0**-52 * ((2 * D + 8) * size + weight.abs() + seen.shape[1] + 1024)
+                share = torch.sigmoid(kept - weight) * (1 - 16 * unit - 2.0**-40)
+                share = torch.where(share >= torch.finfo(lse.dtype).tiny, share, 0.0)  # what is less is rounded up, too
+                found.append(torch.where(left.any(-1), share, 1.0))
+            return torch.cat(found, 3).to(lse.dtype).reshape(shape)
+
+    def _kept(self, C: int) -> Tensor:
+        """(B, heads, T, C): whether a block is chosen."""
+        index = torch.where(self.indices < 0, C, self.indices).long()
+        kept = torch.zeros((*index.shape[:3], C + 1), dtype=torch.bool, device=index.device)
+        return kept.scatter(3, index, torch.ones_like(index, dtype=torch.bool))[..., :C]
+
+    def _keys_seen(self, first: int, end: int, Q: int, K: int) -> Tensor:
+        """How many keys of each block each of some rows sees: (rows, C)."""
+        block, device = self.block_size, self.indices.device
+        start = torch.arange(0, K, block, device=device)
+        stop = (start + block).clamp(max=K).expand(end - first, -1)
+        if self._choice.causal:
+            position = torch.arange(first, end, device=device)[:, None] + (K - Q)
+            stop = torch.minimum(stop, position + 1)
+        return (stop - start).clamp(min=0)
+
+
+class Choice(NamedTuple):
+    """What blocks were chosen from, and how."""
+
+    q: Tensor  # (B, H, Q, D)
+    k: Tensor
+    dims: int  # that q was given with
+    block_size: int
+    causal: bool
+    score: str
+    scale: float
+
+
+def topk_blocks(
+    q: Tensor, k: Tensor, *, causal: bool, block_size: int = 64, topk: int | None = None, top_p: float | None = None,
+    score: Literal["mean", "bound"] = "mean", local: int = 1, first: int = 1, per: Literal["head", "group"] = "head",
+    scale: float | Tensor | None = None, layout: Layout = "bhnd",
+) -> SelectedBlocks:  # fmt: skip
+    """For each block of queries the key blocks of the highest scores, as a pattern that `attention` takes.
+
+    `per="head"`, a list for every query head, is the choice of video sparse attention (VSA) and, but for whole blocks
+    of queries instead of single ones, of MoBA; `per="group"`, one list for the query heads of a key head, that of NSA.
+    Kept are first the blocks that always are, then those of the highest scores, equal ones by ascending position:
+    `topk` in all or as many as reach `top_p`. Nothing is read back to the host, the result has sizes that follow from
+    those of q and k, and it is a constant: no gradient passes through the choice.
+
+    Scores are scaled as those of attention and computed in float32 (of float64 inputs in float64, and compared in
+    float32); under autocast q and k are rounded to its type first, as `attention` does. Memory is that of (T, C)
+    blocks.
+
+    - "mean": the mean query of a block and the mean key, over the positions that it has. In a group the mean of heads.
+    - "bound": an upper bound of every score q_i . k_j of the pair of blocks, from the least and the largest value of
+      each dimension of its keys, as in Quest: the largest of its rows, and of the heads of a group. Some blocks of
+      queries at a time. With it `kept_mass` of the result says how much probability is kept at least.
+
+    Args:
+        q, k: (B, H, Q, D) and (B, G, K, D), or as `attention` takes them; float16, bfloat16, float32, float64.
+        causal: whether a row sees keys up to its position alone. Then blocks that no row of the block of queries sees
+            are not chosen, and what is returned has `Causal` in it, aligned at the end as that is.
+        block_size: of queries and keys: 64 or 128.
+        topk: the most key blocks of a list, those that are always kept included; a hard limit, over which `top_p` does
+            not go. None, with `top_p`: all.
+        top_p: in (0, 1]: the least number of blocks whose part of the softmax over the scores of all visible blocks
+            reaches it, after those that are always kept. `covered` of the result says what was reached.
+        score: "mean" or "bound".
+        local: the key block, or two, at the positions of the block of queries, and `local` - 1 before it (and after it,
+            unless causal) are always kept; 0 for none.
+        first: so many first blocks are always kept.
+        per: "head" or "group".
+        scale: of the scores, as in `attention`, whose it is; None for D ** -0.5.
+        layout: as `attention` has it.
+
+    Raises:
+        ValueError: an argument is none of these, or `topk` leaves no room for the blocks that are always kept.
+
+    Examples:
+        >>> q, k, v = (torch.randn(1, 4, 1024, 64) for _ in range(3))
+        >>> chosen = gs.topk_blocks(q, k, topk=4, causal=True)
+        >>> chosen.indices.shape
+        torch.Size([1, 4, 16, 4])
+        >>> gs.attention(q, k, v, chosen).shape
+        torch.Size([1, 4, 1024, 64])
+        >>> most = gs.topk_blocks(q, k, top_p=0.9, topk=8, causal=True)
+        >>> bool((most.covered >= 0.9).logical_or((most.indices >= 0).all(-1)).all())
+        True
+    """
+    if isinstance(scale, Tensor):
+        with torch.no_grad():
+            q, scale = with_number(q, scale)
+    check_types(q, k, k, scale, None, None, None, None, None, None)
+    bshd, dims = is_bshd(layout), q.ndim
+    if k.ndim != dims or not 2 <= dims <= 4:
+        raise ValueError(
+            "q and k must both have 2, 3 or 4 dimensions: (N, D), (H, N, D) or (B, H, N, D); got shapes "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
+    validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
+    block_size, topk, local, first = _checked(causal, block_size, topk, top_p, score, local, first, per)
+    q, k = (x.to(cast_type(x) or x.dtype) for x in (q, k))
+    Q, K = q.shape[2], k.shape[2]
+    C = -(-K // block_size)
+    straddles = (K - Q) % block_size != 0
+    always = min(C, first + (local + straddles + (0 if causal else local - 1) if local else 0))
+    if topk is not None and topk < always:
+        raise ValueError(
+            f"topk must be at least the {always} blocks that are always kept (first={first}, local={local}"
+            f"{', whose positions lie in two key blocks' if straddles and local else ''}); got {describe(topk)}"
+        )
+    factor = float(q.shape[3] ** -0.5 if scale is None else scale)
+    n, local, first = C if topk is None else min(topk, C), min(local, C), min(first, C)
+    options = (block_size, n, factor, per == "group", score == "bound", causal, local, first, top_p)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        chosen = choose(q, k, *options)
+    return SelectedBlocks(*chosen, Choice(q, k, dims, block_size, causal, score, factor))
+
+
+def _checked(
+    causal: Any, block_size: Any, topk: Any, top_p: Any, score: Any, local: Any, first: Any, per: Any
+) -> tuple[int, int | None, int, int]:
+    """block_size, topk, local and first as integers."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False; got {describe(causal)}")
+    block = whole(block_size)
+    if block not in BLOCKS:
+        raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
+    if topk is None and top_p is None:
+        raise ValueError("topk or top_p must be given: how many key blocks are kept, or what part of their softmax")
+    kept = whole(topk)
+    if topk is not None and (kept is None or kept < 1):
+        raise ValueError(f"topk must be an integer of at least 1, or None; got {describe(topk)}")
+    number = isinstance(top_p, (int, float)) and not isinstance(top_p, bool) and math.isfinite(top_p)
+    if top_p is not None and not (number and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be a number in (0, 1], or None; got {describe(top_p)}")
+    for name, x, names in (("score", score, ("mean", "bound")), ("per", per, ("head", "group"))):
+        if not isinstance(x, str) or x not in names:
+            raise ValueError(f'{name} must be "{names[0]}" or "{names[1]}"; got {describe(x)}')
+    always = whole(local), whole(first)
+    for name, given, n in (("local", local, always[0]), ("first", first, always[1])):
+        if n is None or n < 0:
+            raise ValueError(f"{name} must be an integer of at least 0; got {describe(given)}")
+    return block, kept, *always

@@ -1,0 +1,33 @@
+"""What configurations of kernels share: the memory of the chip, and what is cleared. No compiler is imported."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+SHARED_MEMORY = 227 * 1024
+MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block takes 1024 bytes more than it asks for
+
+
+def queries_of(heads: int) -> int:
+    """How many queries have their rows of so many heads in a tile of 64 rows: a power of two."""
+    return 1 << ((64 // heads).bit_length() - 1)
+
+
+def check_memory(config: Any) -> None:
+    """Refuse a configuration of which a multiprocessor does not hold so many blocks."""
+    limit = min(SHARED_MEMORY, MULTIPROCESSOR // config.blocks - 1024)
+    if config.shared_bytes > limit:
+        raise ValueError(f"{config} needs {config.shared_bytes} bytes of shared memory, there are {limit}")
+
+
+class Clears(IntEnum):
+    """What a kernel makes zero when it is loaded, beside keys past a length: nothing may come of what it holds.
+
+    Each but the first has queries that keep nothing, in the backward.
+    """
+
+    NOTHING = 0
+    QUERIES = 1
+    INTERVALS = 2  # and keys, as far as intervals tell
+    KEYS = 3  # and keys, which the last rows of the pool tell

@@ -1,0 +1,187 @@
+"""The arguments of `entmax_attention` and `topk_keys`, brought to one form and checked in the words of `attention`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.entmax.candidates import Candidates, OfLayout, OfLists, OfMask, OfPattern, OfPositions, Source
+from gossamer.entmax.chunks import Operands, operands
+from gossamer.entmax.options import IMPLEMENTATIONS, Options
+from gossamer.entmax.ways import by_kernels
+from gossamer.kernels.row_formulas import compute_dtype
+from gossamer.layouts import Walk
+from gossamer.patterns import Causal, Dense
+from gossamer.patterns.compose import And
+from gossamer.patterns.handles import pattern_of
+from gossamer.patterns.validate import boolean, integer
+from gossamer.torch.given_layouts import check_layout, layout_from
+from gossamer.torch.planning import check_sizes
+from gossamer.torch.request import Request, number, request_of
+from gossamer.torch.scale import with_number
+from gossamer.torch.transforms import autocast, refuse_transforms
+from gossamer.torch.validate import INTEGERS, check_mask, describe, validate
+
+
+class Names(NamedTuple):
+    """Of the arguments that are positions, for messages."""
+
+    of_q: str
+    of_k: str
+
+
+NAMES = Names("q_positions", "k_positions")
+
+
+class Given(NamedTuple):
+    """A call in one form."""
+
+    q: Tensor  # (B, H, Q, D)
+    k: Tensor  # (B, G, K, D)
+    v: Tensor  # (B, G, K, E)
+    alpha: Tensor  # (H,), of any float type
+    options: Options
+    dims: int  # of the q that was given
+    number: float | None = None  # alpha of all heads, where it is given as a number
+
+
+def given(
+    name: str, q: Any, k: Any, v: Any, pattern: Any, alpha: Any, top_k: Any, causal: Any, q_positions: Any,
+    k_positions: Any, scale: Any, implementation: Any, number_of_keys: str = "top_k", names: Names = NAMES,
+) -> Given:  # fmt: skip
+    """The arguments in one form; a compiled function checks values and shapes inside its operator.
+
+    Args:
+        name: of the function, for messages.
+        number_of_keys: the name of the argument top_k, which may be None by this name alone.
+        names: of the positions, for messages.
+
+    Raises:
+        ValueError: an argument is of a type that nothing accepts.
+        Unsupported: a transform of torch.func, or forward mode, looks at the call.
+    """
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        refuse_transforms(name, q, k, v, alpha, scale)
+        q, k, v = autocast(q), autocast(k), autocast(v)
+    if isinstance(scale, Tensor):
+        q, scale = with_number(q, scale)
+    request = request_of(
+        q, k, v, pattern, scale=scale, q_offset=None, key_lengths=None, softcap=None, sink_logits=None,
+        alibi_slopes=None, implementation=None, deterministic=None,
+    )  # fmt: skip
+    a = request.arguments
+    optional = number_of_keys == "top_k"
+    if top_k is not None or not optional:
+        top_k = integer(number_of_keys, top_k, minimum=1, otherwise=" or None" * optional)
+    for label, x in zip(names, (q_positions, k_positions), strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{label} must be a tensor of integers or None; got {describe(x)}")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None; got {describe(implementation)}")
+    causal = boolean("causal", causal)
+    options = Options(request.attended, q_positions, k_positions, top_k, causal, a.scale, implementation)
+    alpha = number(alpha)
+    found = Given(
+        a.q, a.k, a.v, alphas(alpha, a.q), options, request.dims, None if isinstance(alpha, Tensor) else float(alpha)
+    )
+    if not torch.compiler.is_compiling():
+        check(request, found, names)
+    return found
+
+
+def alphas(alpha: Any, q: Tensor) -> Tensor:
+    """alpha of each head, (H,), differentiable where it is given so."""
+    H = q.shape[1]
+    if isinstance(alpha, Tensor):
+        if alpha.shape not in ((H,), ()) or not alpha.is_floating_point() or alpha.device != q.device:
+            raise ValueError(
+                f"alpha must be a number, or a tensor of floating point of shape (H,) = ({H},) or () on {q.device}; "
+                f"got {describe(alpha)}"
+            )
+        return alpha.expand(H)
+    check_alpha(alpha)
+    return torch.full((H,), float(alpha), dtype=torch.float64, device=q.device)
+
+
+def check_alpha(alpha: Any) -> None:
+    """Raise ValueError for what is no number in [1, 2]."""
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
+        raise ValueError(f"alpha must be a number in [1, 2] or a tensor (H,); got {describe(alpha)}")
+
+
+def check_alphas(alpha: Tensor) -> None:
+    """Raise ValueError for numbers of a tensor that leave [1, 2]; one on the meta device has none."""
+    inside = (alpha >= 1) & (alpha <= 2)
+    if not alpha.is_meta and not bool(inside.all()):
+        wrong = sorted(alpha.detach()[~inside].tolist())[:4]
+        raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
+
+
+def check(request: Request, found: Given, names: Names = NAMES) -> None:
+    """Raise ValueError for values and shapes that are wrong."""
+    q, k, v, alpha, options, *_ = found
+    attended = options.attended
+    validate(request.arguments)
+    check_sizes(request.arguments, attended.handle)
+    if attended.geometry:
+        check_layout(layout_from(list(attended.data), attended.geometry).rows, q, k)
+    elif attended.data:
+        check_mask(attended.data[0], q, k)
+    # The host waits for no value where kernels compute: there such a head becomes NaN.
+    if found.number is None and not by_kernels(q, k, v, None, options):
+        check_alphas(alpha)
+    (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
+    for label, x, wanted in (
+        (names.of_q, options.q_positions, ((B, H, Q),)),
+        (names.of_k, options.k_positions, ((B, H, K), (B, G, K))),
+    ):
+        if x is None:
+            continue
+        if x.dtype not in INTEGERS or x.device != q.device:
+            raise ValueError(f"{label} must be integers (int8, uint8, int16, int32 or int64) on {q.device}; "
+                             f"got {describe(x)}")  # fmt: skip
+        if not any(broadcasts(x, shape) for shape in wanted):
+            shapes = " or ".join(map(str, dict.fromkeys(wanted)))
+            raise ValueError(f"{label} must broadcast to {shapes}; got {describe(x)}")
+
+
+def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether x is of this shape where missing dimensions, and those of 1, are repeated."""
+    own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
+    return len(own) == len(shape) and all(n in (1, want) for n, want in zip(own, shape, strict=True))
+
+
+def candidates_of(q: Tensor, k: Tensor, options: Options) -> Candidates:
+    """What each row may see."""
+    (_, H, Q, _), (_, _, K, _) = q.shape, k.shape
+    attended, positions = options.attended, options.positions(q, k)
+    causal = Causal() if options.causal and positions is None else None
+    sizes = Dense._sizes(Q, K)
+    found: list[Source] = []
+    if attended.data:
+        if attended.geometry:
+            walk = layout_from(list(attended.data), attended.geometry).rows
+            found.append(OfLayout(walk) if isinstance(walk, Walk) else OfLists(walk, H))
+        else:
+            found.append(OfMask(attended.data[0], Q, K))
+        if causal is not None:
+            found.append(OfPattern(causal, sizes))
+    else:
+        pattern = pattern_of(attended.handle)
+        if causal is not None:
+            pattern = causal if isinstance(pattern, Dense) else And(pattern, causal)
+        if not isinstance(pattern, Dense):
+            found.append(OfPattern(pattern, sizes))
+    if positions is not None:
+        of_q, of_k = positions
+        found.append(OfPositions(of_q.expand(*of_q.shape[:-1], Q), of_k.expand(*of_k.shape[:-1], K)))
+    return Candidates(found, Q, K, q.device)
+
+
+def operands_of(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options) -> Operands:
+    """The tensors of a checked call as it is computed."""
+    scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
+    candidates = candidates_of(q, k, options)
+    return operands(q, k, v, alpha.detach().double(), scale, options.top_k, candidates, compute_dtype(q.dtype))

@@ -1,0 +1,125 @@
+"""The forward: scores in chunks, the weights of each row's support, and what the backward will read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gossamer.entmax.chunks import Chunk, Operands, chunks, row_alphas, row_numbers, scores
+from gossamer.entmax.lists import Collector, Lists
+from gossamer.entmax.selection import Picked, largest, supports
+from gossamer.entmax.thresholds import cut, normalised
+
+# Rows of which a larger share has weight are multiplied with v as a dense matrix.
+DENSE = 0.125
+
+
+class Weights(NamedTuple):
+    """The probabilities of the m rows of a chunk."""
+
+    p: Tensor  # (m, c), in the type that the call is computed in
+    columns: Tensor | None  # (m, c) int64: which of the chunk's keys; None for all, in order
+    normaliser: Tensor  # (m,) float64
+    certified: Tensor  # (m,) bool: whether these are the entmax over all keys
+
+
+class Forward(NamedTuple):
+    """What a forward gives."""
+
+    out: Tensor  # (B H Q, E), in the type that the call is computed in
+    normaliser: Tensor  # (B H Q,) in that type, inf in rows that see nothing
+    support: Tensor  # (B H Q,) int32
+    certified: Tensor  # (B H Q,) bool
+    lists: Lists | None
+
+
+def weights(o: Operands, chunk: Chunk, start: Tensor | None = None) -> Weights:
+    """The weights of the rows of a chunk. Normalisers are found in float64: what is rounded are scores and weights.
+
+    Args:
+        start: (m,) normalisers that were found before, from which to begin.
+    """
+    s = scores(o, chunk).flatten(0, 2)
+    a = row_alphas(o, chunk)
+    picked = supports(s, a.to(s.dtype), o.same) if o.top_k is None else largest(s, o.top_k)
+    if start is None and picked.under is not None:
+        start = picked.under.double()
+    p, normaliser = normalised(picked.s.double(), a, start, o.same)
+    return Weights(p.to(s.dtype), picked.columns, normaliser, certificate(picked, normaliser, a))
+
+
+def certificate(picked: Picked, normaliser: Tensor, a: Tensor) -> Tensor:
+    """(m,) whether the largest score that was left out has no weight in the entmax over all keys."""
+    if picked.after is None:
+        return torch.ones_like(normaliser, dtype=torch.bool)
+    return (picked.after == -torch.inf) | (picked.after.double() <= cut(normaliser, a))
+
+
+def forward(o: Operands, most_pairs: int) -> Forward:
+    """Everything of a call.
+
+    Args:
+        most_pairs: lists of up to so many pairs are kept for the backward; 0 for none.
+    """
+    U, R, Q, _ = o.q.shape
+    rows, E = U * R * Q, o.v.shape[2]
+    out = o.v.new_zeros(rows, E)
+    normaliser = out.new_full((rows,), torch.inf)
+    support = torch.zeros(rows, dtype=torch.int32, device=out.device)
+    certified = torch.ones(rows, dtype=torch.bool, device=out.device)
+    collector = Collector(rows, most_pairs)
+    for chunk in chunks(o):
+        w, number = weights(o, chunk), row_numbers(o, chunk)
+        counts = torch.count_nonzero(w.p, dim=1)  # NaN is a weight
+        pairs = int(counts.sum())
+        if pairs > DENSE * len(number) * len(chunk.seen.keys):
+            of_rows = dense_product(o, chunk, w)
+            if collector.takes(pairs):
+                collector.add(number, counts, chunk.seen.keys, *listed(w))
+        else:
+            column, values = listed(w)
+            of_rows = listed_product(o, chunk, column, values, counts)
+            if collector.takes(pairs):
+                collector.add(number, counts, chunk.seen.keys, column, values)
+        out[number], normaliser[number] = of_rows, w.normaliser.to(out.dtype)
+        support[number], certified[number] = counts.to(torch.int32), w.certified
+    return Forward(out, normaliser, support, certified, collector.lists())
+
+
+def listed(w: Weights) -> tuple[Tensor, Tensor]:
+    """Of the pairs with a weight, row by row: which of the chunk's keys, and the weight."""
+    place = (w.p != 0).view(-1).nonzero().squeeze(1)
+    column = place % w.p.shape[1] if w.columns is None else w.columns.reshape(-1)[place]
+    return column, w.p.reshape(-1)[place]
+
+
+def dense_product(o: Operands, chunk: Chunk, w: Weights) -> Tensor:
+    """p v of the rows of a chunk, (m, E)."""
+    return torch.matmul(matrix(chunk, w).view(chunk.last - chunk.first, -1, len(chunk.seen.keys)),
+                        o.keys_of(o.v, chunk)).flatten(0, 1)  # fmt: skip
+
+
+def matrix(chunk: Chunk, w: Weights) -> Tensor:
+    """p of the rows of a chunk over all of its keys, (m, keys)."""
+    if w.columns is None:
+        return w.p
+    # A column may be named again beside a weight of 0.
+    return w.p.new_zeros(len(w.p), len(chunk.seen.keys)).scatter_add_(1, w.columns, w.p)
+
+
+def listed_product(o: Operands, chunk: Chunk, column: Tensor, values: Tensor, counts: Tensor) -> Tensor:
+    """p v of the rows of a chunk, (m, E), of the pairs in order of rows."""
+    B_G, K, E = o.v.shape
+    per_unit = len(counts) // (chunk.last - chunk.first)
+    unit = torch.arange(chunk.first, chunk.last, device=column.device) // o.group
+    of_pair = (unit * K).repeat_interleave(per_unit).repeat_interleave(counts)
+    return bag(o.v.view(B_G * K, E), chunk.seen.keys[column] + of_pair, values, counts)
+
+
+def bag(x: Tensor, index: Tensor, values: Tensor, counts: Tensor) -> Tensor:
+    """(m, size): row r is the sum of values * x[index] over its `counts[r]` entries, one row behind the other."""
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return F.embedding_bag(index, x, ends, mode="sum", per_sample_weights=values, include_last_offset=True)

@@ -1,0 +1,20 @@
+"""The compiled kernels by kind: called with its configuration, each gives a function of torch tensors and numbers.
+
+Types and order of the arguments are those of the entry of the same name in `hopper.entries`; see `cute.store` as well.
+"""
+
+from __future__ import annotations
+
+from gossamer.cute.store import Kernel
+
+SOURCES = ("entmax/hopper", "kernels/hopper/device/gather/rows.py", "kernels/hopper/device/gather/serve.py")
+
+
+def _kind(name: str) -> Kernel:
+    return Kernel(f"gossamer.entmax.hopper.entries:{name}", SOURCES)
+
+
+select = _kind("select")
+tiled = _kind("tiled")
+tiled_columns = _kind("tiled_columns")
+column_lists = _kind("column_lists")

@@ -1,0 +1,67 @@
+"""The parameters of the kernel of tiles of rows, and what its roles share."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from gossamer.cute.common import Block, Ring
+from gossamer.cute.tiles import Tma
+
+
+class TiledArguments(NamedTuple):
+    """The parameters."""
+
+    q: cute.Tensor  # (B, H, Q, D)
+    k: Tma  # (B, G, K, D), by steps of keys
+    k_sample: Tma  # the same, eight keys at once
+    v: Tma  # (B, G, K, E)
+    steepness: cute.Tensor  # (H,) float32: alpha - 1
+    lo: cute.Tensor  # (Q,) int32, non-decreasing; not read without intervals
+    hi: cute.Tensor  # (Q,) int32
+    row_list: cute.Tensor  # (B H, Q) int32: the rows of each head, ascending
+    row_counts: cute.Tensor  # (B H,) int32
+    drawn: cute.Tensor  # (1,) int32: tiles taken; zero before
+    out: cute.Tensor  # (B H Q, E / 2) int32: pairs of 16-bit numbers, to write
+    lam: cute.Tensor  # (B H Q,) float32, to write
+    support: cute.Tensor  # (B H Q,) int32, to write
+    certified: cute.Tensor  # (B H Q,) uint8, to write
+    scale: Float32  # positive
+    near: Float32  # to which the logarithm of a sum of weights is brought before its last step
+    offset: Int32  # of causal: key j is seen by row r where j <= r + offset
+    few: Int32  # up to so many tiles of 64 rows the warpgroups of a block share the keys of one
+
+
+class TileItem(IntEnum):
+    """The words of an item in shared memory, in the order in which they are published."""
+
+    VALID = 0
+    HEAD = 1
+    FIRST = 2  # of its rows, in the list of its head
+
+
+class Pass(IntEnum):
+    """What the consumers tell the producer of the pass that begins."""
+
+    SUMS = 0
+    OUT = 1
+
+
+class TiledBlock(Block):
+    """What the roles share."""
+
+    arguments: TiledArguments
+    items: Ring
+    k: Ring
+    v: Ring
+    decided: Ring  # of which only the full barriers are used
+    s_item: cute.Tensor  # (TileItem, 2)
+    s_decided: cute.Tensor  # (1,) int32: a `Pass`
+    s_q: cute.Tensor  # (64, D, groups)
+    s_k: cute.Tensor  # (step, D, k_stages)
+    s_v: cute.Tensor  # (step, E, v_stages)
+    s_o: cute.Tensor  # (128, E / 2, groups - 1) float32: out of parts of the keys, as threads hold it
+    s_sums: cute.Tensor  # (64, SUMS, groups, 2) float32

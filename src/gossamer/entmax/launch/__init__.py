@@ -1,0 +1,1 @@
+"""Calls of the kernels of alpha-entmax, Triton and Hopper alike."""

@@ -1,0 +1,163 @@
+"""What is computed of rows by their lists alone: out, and dQ with the gradient of each score.
+
+Rows are gathered in pieces of S numbers, as in `triton/gather/row_kernels.py`; a program has RP rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gossamer.entmax.triton.formulas import alpha_term, slope
+from gossamer.kernels.triton.gather.pieces import added, dot, load_columns, load_pieces, scaled, store_pieces, zeros
+
+
+@triton.jit
+def place_of(number, H, Q, GROUP: tl.constexpr):
+    """(b, h, g, row), 64-bit, of rows that are counted over (B, H, Q)."""
+    head, row = number // Q, number % Q
+    return (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64), row.to(tl.int64)
+
+
+@triton.jit
+def where(some, x, SIZE: tl.constexpr, S: tl.constexpr):
+    """Rows in pieces, 0 where `some` [RP] is not."""
+    blocks: tl.tuple = ()
+    for p in tl.static_range((SIZE + S - 1) // S):
+        blocks += (tl.where(some[:, None], x[p], 0.0),)
+    return blocks
+
+
+@triton.jit
+def keys_of(pointers, left, start, N: tl.constexpr):
+    """The next N keys of each list; its first key past the end, whose rows may hold what is no number."""
+    found: tl.tuple = ()
+    for c in tl.static_range(N):
+        found += (tl.load(pointers + c, mask=c < left, other=start),)
+    return found
+
+
+@triton.jit
+def weights_of(pointers, left, N: tl.constexpr):
+    """The next N weights of each list; 0 past the end."""
+    found: tl.tuple = ()
+    for c in tl.static_range(N):
+        found += (tl.load(pointers + c, mask=c < left, other=0.0),)
+    return found
+
+
+@triton.jit(do_not_specialize=["first_row", "n_rows", "Q"])
+def gather_out_kernel(
+    v,  # (B, G, K, E)
+    out,  # (B, H, Q, E), contiguous
+    list_keys,  # (rows, L) int32
+    list_weights,  # (rows, L) float32
+    list_counts,  # (B, H, Q) int32
+    stride_vb, stride_vh, stride_vn: tl.constexpr, first_row, n_rows, H, Q,
+    L: tl.constexpr, E: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out = sum p v of RP rows that have lists."""
+    own = tl.program_id(0) * RP + tl.arange(0, RP)
+    m_row = own < n_rows
+    number = first_row + own
+    b64, _, g64, _ = place_of(number, H, Q, GROUP)
+    o_e = tl.arange(0, SE)[None, :]
+    v_base = v + (b64 * stride_vb + g64 * stride_vh)[:, None] + o_e
+    left = tl.load(list_counts + number, mask=m_row, other=-1)
+    m_row = left >= 0
+    acc = zeros(RP, E, SE)
+    key_at = list_keys + own.to(tl.int64) * L
+    weight_at = list_weights + own.to(tl.int64) * L
+    some = left > 0
+    start = tl.load(key_at, mask=some, other=0)
+    for _step in range(0, tl.max(left, 0), N):
+        j = keys_of(key_at, left, start, N)
+        p = weights_of(weight_at, left, N)
+        b_v = load_columns(v_base, j, stride_vn, E, SE, N)
+        for c in tl.static_range(N):
+            acc = added(acc, p[c], b_v[c], E, SE)
+        key_at += N
+        weight_at += N
+        left -= N
+    store_pieces(out + o_e, number.to(tl.int64) * E, m_row, where(some, acc, E, SE), E, SE, True)
+
+
+@triton.jit(do_not_specialize=["n_rows", "Q"])
+def gather_dq_kernel(
+    k,  # (B, G, K, D)
+    v,  # (B, G, K, E)
+    dout,  # (B, H, Q, E)
+    steepness,  # (H,) float32
+    dq,  # (B, H, Q, D), contiguous
+    gradients,  # (rows, L, 2) float32, to write: p and dS of each listed pair
+    row_alpha,  # (B, H, Q) float32, to write: the gradient of alpha of each row
+    list_keys,  # (rows, L) int32
+    list_weights,  # (rows, L) float32
+    list_counts,  # (B, H, Q) int32
+    stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh, stride_vn: tl.constexpr,
+    stride_gb, stride_gh, stride_gn, n_rows, H, Q, scale,
+    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
+    N: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr, WITH_ALPHA: tl.constexpr,
+):  # fmt: skip
+    """dQ of RP rows that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u.
+
+    One sweep: sum u dP k and sum u k are kept apart until delta is known.
+    """
+    number = tl.program_id(0) * RP + tl.arange(0, RP)
+    m_row = number < n_rows
+    number = tl.where(m_row, number, 0)
+    b64, h64, g64, row = place_of(number, H, Q, GROUP)
+    o_d = tl.arange(0, SD)[None, :]
+    o_e = tl.arange(0, SE)[None, :]
+    k_base = k + (b64 * stride_kb + g64 * stride_kh)[:, None] + o_d
+    v_base = v + (b64 * stride_vb + g64 * stride_vh)[:, None] + o_e
+    dout_base = dout + (b64 * stride_gb + h64 * stride_gh)[:, None] + o_e
+    b_dout = load_pieces(dout_base, row * stride_gn, E, SE, True)
+    a = tl.load(steepness + h64)
+    count = tl.load(list_counts + number, mask=m_row, other=-1)
+    m_row = count >= 0
+    with_dp = zeros(RP, D, SD)
+    without = zeros(RP, D, SD)
+    sum_dp = tl.zeros([RP], tl.float32)
+    sum_u = tl.zeros([RP], tl.float32)
+    o_list = number.to(tl.int64) * L
+    left = count
+    key_at, weight_at, gradient_at = list_keys + o_list, list_weights + o_list, gradients + 2 * o_list + 1
+    most = tl.max(count, 0)
+    some = count > 0
+    start = tl.load(key_at, mask=some, other=0)
+    for _step in range(0, most, N):
+        j = keys_of(key_at, left, start, N)
+        p = weights_of(weight_at, left, N)
+        b_v = load_columns(v_base, j, stride_vn, E, SE, N)
+        b_k = load_columns(k_base, j, stride_kn, D, SD, N)
+        for c in tl.static_range(N):
+            dp = dot(b_v[c], b_dout, E, SE)
+            u = slope(p[c], a, A)
+            tl.store(gradient_at + 2 * c, dp, mask=c < left)
+            sum_u += u
+            sum_dp += u * dp
+            with_dp = added(with_dp, u * dp, b_k[c], D, SD)
+            without = added(without, u, b_k[c], D, SD)
+        key_at += N
+        weight_at += N
+        gradient_at += 2 * N
+        left -= N
+    delta = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
+    both = where(some, added(with_dp, -delta, without, D, SD), D, SD)
+    both = scaled(both, tl.zeros([RP], tl.float32) + scale, D, SD)
+    store_pieces(dq + o_d, number.to(tl.int64) * D, m_row, both, D, SD, True)
+    tl.debug_barrier()
+    o = tl.arange(0, VECTOR)
+    of_alpha = tl.zeros([RP], tl.float32)
+    for first in range(0, most, VECTOR):
+        at = o_list[:, None] + (first + o)[None, :]
+        there = (first + o)[None, :] < count[:, None]
+        p = tl.load(list_weights + at, mask=there, other=0.0)
+        rest = tl.load(gradients + 2 * at + 1, mask=there, other=0.0) - delta[:, None]
+        tl.store(gradients + 2 * at, p, mask=there)
+        tl.store(gradients + 2 * at + 1, slope(p, a[:, None], A) * rest, mask=there)
+        if WITH_ALPHA:
+            of_alpha += tl.sum(tl.where(there, alpha_term(p, a[:, None]) * rest, 0.0), 1)
+    if WITH_ALPHA:
+        tl.store(row_alpha + number, of_alpha, mask=m_row)

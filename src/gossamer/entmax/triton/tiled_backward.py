@@ -1,0 +1,244 @@
+"""The gradients of rows without a list, by tiles of them, from their normalisers: scores are computed again."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gossamer.entmax.triton.formulas import alpha_term
+from gossamer.entmax.triton.rows import bounds, load_tile
+from gossamer.entmax.triton.tiles import (
+    NOWHERE,
+    common_range,
+    edge_tile,
+    line,
+    load_rows,
+    products,
+    rows_at,
+    seen_by,
+    weigh,
+)
+
+
+@triton.jit
+def add_keys(
+    j, sums, of_rows, bases, given, A: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, MASKED: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_ALPHA: tl.constexpr,
+):  # fmt: skip
+    """What the keys j add to sums of u, u dP, w and w dP, and of u dP k and u k; dP is less the guess."""
+    sum_u, sum_dp, alpha_u, alpha_dp, with_dp, without = sums
+    b_q, b_dout, guess, c, d, a = of_rows
+    k_base, v_base, stride_kn, stride_vn = bases
+    _first, _last, _at, _kp_base, _stride_kpn, K = given
+    b_k = load_rows(k_base, j, K, stride_kn, D, BLOCK_D, MASKED)
+    x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    dp = products(b_dout, v_base, j, stride_vn, K, E, BLOCK_E, MASKED, PRECISION) - guess[:, None]
+    _, p, u = weigh(x, c, d[:, None], a, A)
+    if MASKED:
+        seen = seen_by(j, given, MASKED, POSITIONS)
+        p = tl.where(seen, p, 0.0)
+        u = tl.where(seen, u, 0.0)
+    t = u * dp
+    if WITH_ALPHA:
+        w = alpha_term(p, a)
+        alpha_u += tl.sum(w, 1)
+        alpha_dp += tl.sum(w * dp, 1)
+    with_dp = tl.dot(t.to(b_k.dtype), b_k, with_dp, input_precision=PRECISION)
+    without = tl.dot(u.to(b_k.dtype), b_k, without, input_precision=PRECISION)
+    return sum_u + tl.sum(u, 1), sum_dp + tl.sum(t, 1), alpha_u, alpha_dp, with_dp, without
+
+
+@triton.jit(do_not_specialize=["Q", "K", "offset"])
+def tiled_dq_kernel(
+    q,  # (B, H, Q, D)
+    k,  # (B, G, K, D)
+    v,  # (B, G, K, E)
+    dout,  # (B, H, Q, E)
+    steepness,  # (H,) float32
+    lo, hi, q_positions, k_positions, row_list, row_counts,  # as `tiled_kernel`
+    lam,  # (B, H, Q) float32
+    delta,  # (B, H, Q) float32, to write
+    dq,  # (B, H, Q, D) contiguous, to write
+    row_alpha,  # (B, H, Q) float32, to write
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn, stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
+    H, Q, K, offset, scale,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
+    R: tl.constexpr, STEP: tl.constexpr, SAMPLE: tl.constexpr, A: tl.constexpr, BOUNDS: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WITH_ALPHA: tl.constexpr,
+):  # fmt: skip
+    """dQ, and delta = sum u dP / sum u, in one pass.
+
+    sum u (dP - guess) k and sum u k are kept apart until delta is known; the guess, the delta of a sample of the keys,
+    keeps them from cancelling.
+    """
+    head = tl.program_id(0)
+    head64 = head.to(tl.int64)
+    tile = (tl.load(row_counts + head) + R - 1) // R - 1 - tl.program_id(1)
+    if tile < 0:
+        return
+    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
+    rows, inside = rows_at(row_list, row_counts, head64, tile, Q, R)
+    number = head64 * Q + rows
+    b_q = load_tile(q + b64 * stride_qb + h64 * stride_qh, rows, inside, stride_qn, D, BLOCK_D)
+    b_dout = load_tile(dout + b64 * stride_gb + h64 * stride_gh, rows, inside, stride_gn, E, BLOCK_E)
+    k_base = k + b64 * stride_kb + g64 * stride_kh
+    v_base = v + b64 * stride_vb + g64 * stride_vh
+    a = tl.load(steepness + head % H)
+    of_row = tl.load(lam + number, mask=inside, other=float("inf"))
+    c, d = line(tl.where(of_row == float("inf"), NOWHERE, of_row), a, scale, A)
+    first, last = bounds(rows, inside, lo, hi, offset, K, BOUNDS)
+    at = rows
+    kp_base = k_positions
+    if POSITIONS:
+        at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside,
+                     other=-1)  # fmt: skip
+        kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
+    begin, middle, middle_end, end = common_range(first, last, inside, K, STEP)
+    if POSITIONS:
+        middle, middle_end = begin, begin
+    edges = middle - begin + end - middle_end
+    given = (first, last, at, kp_base, stride_kpn, K)
+
+    span = tl.maximum(end - begin, 1).to(tl.int64) * STEP
+    some = begin * STEP + (tl.arange(0, SAMPLE) * span // SAMPLE).to(tl.int32)
+    of_some = products(b_q, k_base, some, stride_kn, K, D, BLOCK_D, True, PRECISION)
+    _z, _p, u_some = weigh(of_some, c, d[:, None], a, A)
+    u_some = tl.where(seen_by(some, given, True, POSITIONS), u_some, 0.0)
+    of_some = products(b_dout, v_base, some, stride_vn, K, E, BLOCK_E, True, PRECISION)
+    guess = tl.sum(u_some, 1)
+    guess = tl.sum(u_some * of_some, 1) / tl.where(guess == 0.0, 1.0, guess)
+
+    zero = tl.zeros([R], tl.float32)
+    sums = (zero, zero, zero, zero, tl.zeros([R, BLOCK_D], tl.float32), tl.zeros([R, BLOCK_D], tl.float32))
+    of_rows = (b_q, b_dout, guess, c, d, a)
+    bases = (k_base, v_base, stride_kn, stride_vn)
+    for i in range(edges):
+        j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
+        sums = add_keys(j, sums, of_rows, bases, given, A, D, E, BLOCK_D, BLOCK_E, True, POSITIONS, PRECISION,
+                        WITH_ALPHA)  # fmt: skip
+    for n in range(middle, middle_end):
+        j = n * STEP + tl.arange(0, STEP)
+        sums = add_keys(j, sums, of_rows, bases, given, A, D, E, BLOCK_D, BLOCK_E, False, POSITIONS, PRECISION,
+                        WITH_ALPHA)  # fmt: skip
+    sum_u, sum_dp, alpha_u, alpha_dp, with_dp, without = sums
+    rest = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
+    tl.store(delta + number, guess + rest, mask=inside)
+    if WITH_ALPHA:
+        tl.store(row_alpha + number, alpha_dp - rest * alpha_u, mask=inside)
+    o_d = tl.arange(0, BLOCK_D)
+    b_dq = (with_dp - rest[:, None] * without) * scale
+    to = dq + number[:, None] * D + o_d[None, :]
+    tl.store(to, b_dq.to(dq.dtype.element_ty), mask=inside[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def add_rows(
+    n, sums, b_k, b_v, j, of_head, bases, lists, K, Q, A: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr, BOUNDS: tl.constexpr, MASKED: tl.constexpr,
+    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the n-th tile of rows adds to dK and dV of the keys j [C]; scores are [C, R] here."""
+    b_dk, b_dv = sums
+    head64, steep, scale, offset = of_head
+    q_base, dout_base, qp_base, kp_base, stride_qn, stride_gn, stride_qpn, stride_kpn = bases
+    row_list, row_counts, lo, hi, lam, delta = lists
+    rows, inside = rows_at(row_list, row_counts, head64, n, Q, R)
+    b_q = load_tile(q_base, rows, inside, stride_qn, D, BLOCK_D)
+    b_dout = load_tile(dout_base, rows, inside, stride_gn, E, BLOCK_E)
+    of_row = tl.load(lam + head64 * Q + rows, mask=inside, other=float("inf"))
+    of_row = tl.where(of_row == float("inf"), NOWHERE, of_row)
+    b_delta = tl.load(delta + head64 * Q + rows, mask=inside, other=0.0)
+    x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    c, d = line(of_row, steep, scale, A)
+    _, p, u = weigh(x, c, d[None, :], steep, A)
+    if MASKED:
+        first, last = bounds(rows, inside, lo, hi, offset, K, BOUNDS)
+        at = rows
+        if POSITIONS:
+            at = tl.load(qp_base + rows.to(tl.int64) * stride_qpn, mask=inside, other=-1)
+        seen = tl.trans(seen_by(j, (first, last, at, kp_base, stride_kpn, K), MASKED, POSITIONS))
+        p = tl.where(seen, p, 0.0)
+        u = tl.where(seen, u, 0.0)
+    dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
+    ds = u * (dp - b_delta[None, :])
+    b_dv = tl.dot(p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
+    b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=["Q", "K", "offset"])
+def tiled_columns_kernel(
+    q, k, v, dout, steepness, lo, hi, q_positions, k_positions, row_list, row_counts, lam, delta,  # as above
+    ranges,  # (B H, tiles, 4) int32: of `tile_ranges_kernel`
+    dk,  # (B, G, K, D) contiguous, to add to
+    dv,  # (B, G, K, E) contiguous, to add to
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_gb, stride_gh, stride_gn, stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
+    tiles, H, Q, K, offset, scale,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
+    R: tl.constexpr, COLUMNS: tl.constexpr, A: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, MEMBERS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """What the rows without a list add to dK and dV of COLUMNS keys, in the order of the rows."""
+    own = tl.program_id(0)
+    G = H // GROUP
+    b, g = own // G, own % G
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    members = tl.arange(0, MEMBERS)
+    if tl.sum(tl.load(row_counts + b * H + g * GROUP + members, mask=members < GROUP, other=0), 0) == 0:
+        return
+    begin = tl.program_id(1) * COLUMNS
+    j = begin + tl.arange(0, COLUMNS)
+    b_k = load_tile(k + b64 * stride_kb + g64 * stride_kh, j, j < K, stride_kn, D, BLOCK_D)
+    b_v = load_tile(v + b64 * stride_vb + g64 * stride_vh, j, j < K, stride_vn, E, BLOCK_E)
+    b_dk = tl.zeros([COLUMNS, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([COLUMNS, BLOCK_E], tl.float32)
+    for member in range(GROUP):
+        h = g * GROUP + member
+        h64 = h.to(tl.int64)
+        head64 = (b * H + h).to(tl.int64)
+        count = (tl.load(row_counts + head64) + R - 1) // R
+        # Tiles [start, whole) of rows see these keys in part, those of [whole, stop) each of them.
+        start = count
+        stop = 0
+        whole = 0
+        for base in range(0, count, SPAN):
+            n = base + tl.arange(0, SPAN)
+            at = ranges + (head64 * tiles + n) * 4
+            there = n < count
+            overlap = there & (tl.load(at, mask=there, other=0) < begin + COLUMNS)
+            overlap = overlap & (tl.load(at + 1, mask=there, other=0) > begin)
+            part = (tl.load(at + 2, mask=there, other=0) > begin) | (
+                tl.load(at + 3, mask=there, other=0) < begin + COLUMNS
+            )
+            start = tl.minimum(start, tl.min(tl.where(overlap, n, count), 0))
+            stop = tl.maximum(stop, tl.max(tl.where(overlap, n + 1, 0), 0))
+            whole = tl.maximum(whole, tl.max(tl.where(overlap & part, n + 1, 0), 0))
+        whole = tl.maximum(whole, start)
+        if POSITIONS:
+            whole = tl.maximum(stop, start)
+        of_head = (head64, tl.load(steepness + h), scale, offset)
+        bases = (
+            q + b64 * stride_qb + h64 * stride_qh, dout + b64 * stride_gb + h64 * stride_gh,
+            q_positions + b64 * stride_qpb + h64 * stride_qph, k_positions + b64 * stride_kpb + h64 * stride_kph,
+            stride_qn, stride_gn, stride_qpn, stride_kpn,
+        )  # fmt: skip
+        lists = (row_list, row_counts, lo, hi, lam, delta)
+        for n in range(start, whole):
+            b_dk, b_dv = add_rows(n, (b_dk, b_dv), b_k, b_v, j, of_head, bases, lists, K, Q, A, D, E, BLOCK_D, BLOCK_E,
+                                  R, BOUNDS, True, POSITIONS, PRECISION)  # fmt: skip
+        for n in range(whole, stop):
+            b_dk, b_dv = add_rows(n, (b_dk, b_dv), b_k, b_v, j, of_head, bases, lists, K, Q, A, D, E, BLOCK_D, BLOCK_E,
+                                  R, BOUNDS, False, POSITIONS, PRECISION)  # fmt: skip
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
+    m_d = (j < K)[:, None] & (o_d < D)[None, :]
+    m_e = (j < K)[:, None] & (o_e < E)[None, :]
+    to_k = dk + ((own.to(tl.int64) * K + j)[:, None] * D + o_d[None, :])
+    to_v = dv + ((own.to(tl.int64) * K + j)[:, None] * E + o_e[None, :])
+    b_dk = b_dk * scale + tl.load(to_k, mask=m_d, other=0.0)
+    b_dv = b_dv + tl.load(to_v, mask=m_e, other=0.0)
+    tl.store(to_k, b_dk.to(dk.dtype.element_ty), mask=m_d)
+    tl.store(to_v, b_dv.to(dv.dtype.element_ty), mask=m_e)

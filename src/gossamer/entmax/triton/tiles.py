@@ -1,0 +1,167 @@
+"""Tiles of the rows that have no list: which rows these are, the keys that they may see, weights of tiles of scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gossamer.entmax.triton.formulas import FAR, powers
+from gossamer.entmax.triton.rows import bounds, load_tile, visible
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NOWHERE = tl.constexpr(1e30)  # the normaliser of a row that is not there: none of its scores has a weight
+FAST = tl.constexpr(-2.0)  # a number for all heads, known when a kernel is run, by powers of 2
+
+
+@triton.jit(do_not_specialize=["Q"])
+def list_rows_kernel(
+    list_counts,  # (B, H, Q) int32: -1 of a row without a list
+    row_list,  # (B H, Q) int32, to write: these rows, ascending
+    row_counts,  # (B H,) int32, to write
+    drawn,  # (2,) int32, to write: 0, of the tiles that blocks of two kernels have taken
+    Q, STEP: tl.constexpr,
+):  # fmt: skip
+    """The rows of each head that have no list."""
+    head = tl.program_id(0).to(tl.int64)
+    if head == 0:
+        tl.store(drawn + tl.arange(0, 2), 0)
+    found = 0
+    for first in range(0, Q, STEP):
+        row = first + tl.arange(0, STEP)
+        some = (tl.load(list_counts + head * Q + row, mask=row < Q, other=0) < 0).to(tl.int32)
+        number = tl.sum(some, 0)
+        if number > 0:
+            tl.store(row_list + head * Q + found + tl.cumsum(some, 0) - 1, row, mask=some > 0)
+        found += number
+    tl.store(row_counts + head, found)
+
+
+@triton.jit
+def rows_at(row_list, row_counts, head, tile, Q, R: tl.constexpr):
+    """(rows [R], which of them are there) of a tile of a head; `head` is a 64-bit number."""
+    place = tile * R + tl.arange(0, R)
+    inside = place < tl.load(row_counts + head)
+    return tl.load(row_list + head * Q + place, mask=inside, other=0), inside
+
+
+@triton.jit
+def common_range(first, last, inside, K, STEP: tl.constexpr):
+    """(begin, middle, middle_end, end): the tiles of keys that any row may see, and those that every row sees whole."""
+    some = inside & (first < last)
+    begin = tl.min(tl.where(some, first, K), 0) // STEP
+    end = (tl.max(tl.where(some, last, 0), 0) + STEP - 1) // STEP
+    begin = tl.minimum(begin, end)
+    middle = (tl.max(tl.where(inside, first, 0), 0) + STEP - 1) // STEP
+    middle_end = tl.min(tl.where(inside, last, K), 0) // STEP
+    middle = tl.maximum(tl.minimum(middle, end), begin)
+    return begin, middle, tl.maximum(middle_end, middle), end
+
+
+@triton.jit(do_not_specialize=["Q", "K", "offset"])
+def tile_ranges_kernel(
+    row_list, row_counts,  # of `list_rows_kernel`
+    lo, hi,  # (Q,) int32
+    ranges,  # (B H, tiles, 4) int32, to write
+    tiles, Q, K, offset, R: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Of each tile of rows the keys [0, 1) that any may see, and those [2, 3) that every one does."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    if tile * R >= tl.load(row_counts + head):
+        return
+    rows, inside = rows_at(row_list, row_counts, head, tile, Q, R)
+    first, last = bounds(rows, inside, lo, hi, offset, K, BOUNDS)
+    some = inside & (first < last)
+    to = ranges + (head * tiles + tile) * 4
+    tl.store(to, tl.min(tl.where(some, first, K), 0))
+    tl.store(to + 1, tl.max(tl.where(some, last, 0), 0))
+    tl.store(to + 2, tl.max(tl.where(inside, first, 0), 0))
+    tl.store(to + 3, tl.min(tl.where(inside, last, K), 0))
+
+
+@triton.jit
+def line(lam, a, scale, A: tl.constexpr):
+    """(c, d): of a product x a weight is a power of c x + d, which is 1 + a (scale x - lam), or its logarithm."""
+    if A == 0.0:
+        c = scale * LOG2E
+        d = lam * -LOG2E
+    elif A == -1.0:
+        c = scale
+        d = -lam
+    else:
+        c = a * scale
+        d = 1.0 - a * lam
+    return c, d
+
+
+@triton.jit
+def score_of(z, lam, a, A: tl.constexpr):
+    """The score of a number on that line."""
+    if A == 0.0:
+        s = lam + z * (1.0 / LOG2E)
+    elif A == -1.0:
+        s = lam + z
+    else:
+        s = lam + (z - 1.0) / a
+    return s
+
+
+@triton.jit
+def weigh(x, c, d, a, A: tl.constexpr):
+    """(z, p, u) of products x: their numbers on the line, the weights, and u = p^(2 - alpha); d is as long as rows."""
+    z = x * c + d
+    if A == 0.0:
+        p = tl.exp2(z)
+        u = p
+    elif A == -1.0:
+        p, u = powers(tl.maximum(z, FAR, propagate_nan=tl.PropagateNan.ALL), a, A)
+    else:
+        w = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if A == 0.5:
+            u = w
+            p = w * w
+        elif A == 0.25:
+            square = w * w
+            u = square * w
+            p = square * square
+        elif A == 1.0:
+            p = w
+            u = tl.where(w > 0.0, 1.0, w)
+        else:
+            u = tl.exp2((1.0 / a - 1.0) * tl.log2(w))
+            p = u * w
+    return z, p, u
+
+
+@triton.jit
+def products(b_q, k_base, j, stride_kn, K, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+             PRECISION: tl.constexpr):  # fmt: skip
+    """b_q [R, BLOCK_D] with the keys j [C]: [R, C]. `MASKED`: some keys may not be there."""
+    b_k = load_rows(k_base, j, K, stride_kn, D, BLOCK_D, MASKED)
+    return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+
+
+@triton.jit
+def load_rows(base, j, K, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Rows j of a matrix, as `load_tile`; without conditions where all are there."""
+    if MASKED or SIZE != BLOCK:
+        b = load_tile(base, j, j < K, stride, SIZE, BLOCK)
+    else:
+        b = tl.load(base + j.to(tl.int64)[:, None] * stride + tl.arange(0, BLOCK)[None, :])
+    return b
+
+
+@triton.jit
+def seen_by(j, given, MASKED: tl.constexpr, POSITIONS: tl.constexpr):
+    """Which rows see which keys; `given` are first, last, at, k_positions, stride_kp and K, as for `visible`."""
+    first, last, at, k_positions, stride_kp, K = given
+    seen = j[None, :] >= 0
+    if MASKED:
+        seen = visible(j, first, last, at, k_positions, stride_kp, K, POSITIONS)
+    return seen
+
+
+@triton.jit
+def edge_tile(i, begin, middle, middle_end):
+    """The i-th of the tiles of keys that not every row sees whole: those before the middle, and those behind it."""
+    return tl.where(begin + i < middle, begin + i, middle_end + i - (middle - begin))

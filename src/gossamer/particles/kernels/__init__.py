@@ -1,0 +1,1 @@
+"""Kernels of particles, in CuTe DSL: one source for torch and JAX."""

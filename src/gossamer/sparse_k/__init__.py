@@ -1,0 +1,9 @@
+"""SparseK: the keys of the largest scores at each step, under differentiable gates, and attention over them."""
+
+from gossamer.sparse_k.attention import sparsek_attention
+from gossamer.sparse_k.explain import SparseKExplanation, explain_sparsek
+from gossamer.sparse_k.forward import attention_forward
+from gossamer.sparse_k.operator import CausalSparseK, SparseK, last_topk, sparsek, sparsek_causal
+
+__all__ = ["CausalSparseK", "SparseK", "SparseKExplanation", "attention_forward", "explain_sparsek", "last_topk"]
+__all__ += ["sparsek", "sparsek_attention", "sparsek_causal"]

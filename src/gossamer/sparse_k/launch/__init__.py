@@ -1,0 +1,1 @@
+"""Calls of the kernels of SparseK, in parts that memory holds."""

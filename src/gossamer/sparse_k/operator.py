@@ -1,0 +1,357 @@
+"""SparseK (Lou, Jia, Zheng, Tu, arXiv 2406.16747): a differentiable top-k, of a row and of each of its prefixes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gossamer.kernels.packages import has_triton
+from gossamer.numbers import whole
+from gossamer.sparse_k.thresholds import causal_thresholds, threshold
+from gossamer.torch.transforms import refuse_transforms
+from gossamer.torch.validate import describe
+
+
+class SparseK(NamedTuple):
+    """What `sparsek` gives."""
+
+    m: Tensor  # of u's shape
+    tau: Tensor  # of u's shape without the dimension
+
+
+class CausalSparseK(NamedTuple):
+    """What `sparsek_causal` gives, both (..., N)."""
+
+    tau: Tensor
+    last: Tensor  # int32
+
+
+def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
+    """SparseK: the projection of scores onto {0 <= m <= 1, sum m = k}, a differentiable top-k.
+
+    m = clip(u - tau, 0, 1), of the least tau for which sum m <= k. Where the k-th score is 1 or more over the next, m
+    is the hard top-k; k = 1 is sparsemax. Computed exactly, from the sorted breakpoints {u, u - 1} with sums in
+    integers, and rounded once.
+
+    Where a row has no more than k entries over -inf all of these have m = 1, and tau is -inf. Entries of -inf have
+    m = 0.
+
+    The gradient is the exact Jacobian: over the interior I = {0 < m < 1}, dm_j = du_j - mean_I(du) and dtau =
+    mean_I(du); it is 0 elsewhere. Where I is empty tau is the largest score that is not kept, and has its gradient. It
+    may be differentiated again.
+
+    Args:
+        u: scores, float32 or float64; (..., N) for the last dimension. NaN gives NaN in its row; where more than k
+            entries are +inf, they have m NaN.
+        k: how much is kept, at least 1.
+        dim: the dimension of a row.
+
+    Returns:
+        m of u's shape, and tau of that shape without `dim`.
+
+    Raises:
+        ValueError: an argument is none of these. Scores of 16 bits tie, and are refused: compute them in float32.
+            `Unsupported` for forward mode and torch.func.
+
+    Examples:
+        >>> m, tau = gs.sparsek(torch.tensor([3.0, 0.5, 0.25, -1.0]), k=2)
+        >>> m, tau
+        (tensor([1.0000, 0.6250, 0.3750, 0.0000]), tensor(-0.1250))
+        >>> gs.sparsek(torch.tensor([0.1, -float("inf"), 5.0]), k=2).m
+        tensor([1., 0., 1.])
+    """
+    _check_scores(u)
+    k, axis = _kept(k), whole(dim)
+    if axis is None or not -u.ndim <= axis < u.ndim:
+        raise ValueError(f"dim must be a dimension of u, in [{-u.ndim}, {u.ndim}); got {describe(dim)}")
+    refuse_transforms("sparsek", u)
+    m, tau = torch.ops.gossamer.sparsek(u.movedim(axis, -1).contiguous(), min(k, u.shape[axis]))
+    return SparseK(m.movedim(-1, axis), tau)
+
+
+def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
+    """The threshold of SparseK at each step, over the keys up to it, and until when each key lives.
+
+    tau[t] is that of `sparsek(u[..., : t + 1], k)`. It never falls, so that a key j which is no longer live,
+    u[j] > tau[t], never returns: what a decoder drops, it needs no more. The gradient is that of `sparsek`: dtau[t] is
+    the mean of du over the interior keys of t, 0 < u[j] - tau[t] < 1.
+
+    O(N log N) operations of torch and memory of O(N), whatever the scores are; thresholds are exact, and rounded once.
+
+    Args:
+        u: scores of keys, (..., N), float32 or float64; a key of -inf is never kept. From the step of a NaN on tau is
+            NaN.
+        k: how much is kept at each step, at least 1.
+
+    Returns:
+        tau (..., N): -inf at steps up to which there are no more than k keys over -inf, all of which have m = 1. Write
+        m as `clip(u - tau, 0, 1)` where u is over -inf.
+        last (..., N) int32: the last step at which u[j] > tau; j - 1 of a key that never is. Key j is live in the
+        steps j, ..., last[j]. From a NaN on tau is NaN, and of keys that were live by then it says nothing.
+
+    Raises:
+        ValueError: an argument is none of these; `Unsupported` for forward mode and torch.func.
+
+    Examples:
+        >>> u = torch.tensor([0.5, 2.0, 0.0, 1.0, 4.0])
+        >>> tau, last = gs.sparsek_causal(u, k=2)
+        >>> tau
+        tensor([   -inf,    -inf, -0.2500,  0.2500,  1.0000])
+        >>> last  # the first and the fourth key are live up to step 3, the third up to its own
+        tensor([3, 4, 2, 3, 4], dtype=torch.int32)
+    """
+    _check_scores(u)
+    k = _kept(k)
+    refuse_transforms("sparsek_causal", u)
+    return CausalSparseK(*torch.ops.gossamer.sparsek_causal(u.contiguous(), min(k, u.shape[-1])))
+
+
+def last_topk(u: Tensor, k: int) -> Tensor:
+    """The last step at which each key is among the k largest of the keys up to it: the hard top-k, step by step.
+
+    Of equal keys the earlier is kept, so that a key which has left never returns, and a later equal one displaces
+    none. Key j is kept in the steps j, ..., last[j].
+
+    Args:
+        u: scores of keys, (..., N), float32 or float64; a key of -inf or NaN is never kept.
+        k: how many are kept at each step, at least 1.
+
+    Returns:
+        (..., N) int32: j - 1 of a key that is never kept, N - 1 of those that are kept in the end. Not differentiable.
+
+    Raises:
+        ValueError: an argument is none of these.
+
+    Examples:
+        >>> gs.last_topk(torch.tensor([1.0, 3.0, 2.0, 2.0, 5.0]), k=2)
+        tensor([1, 4, 3, 2, 4], dtype=torch.int32)
+    """
+    _check_scores(u)
+    k = _kept(k)
+    return torch.ops.gossamer.last_topk(u.detach().contiguous(), min(k, u.shape[-1]))
+
+
+def _sparsek(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not u.numel():
+        return torch.empty_like(u), torch.full(u.shape[:-1], -torch.inf, dtype=u.dtype, device=u.device)
+    rows = u.reshape(-1, u.shape[-1])
+    root = threshold(rows, k)
+    m = torch.where(root.flat, (rows > -torch.inf).double(), (rows - root.near - root.step).clamp(0, 1))
+    tau = torch.where(root.flat, -torch.inf, root.near + root.step)
+    wrong = rows.isnan().any(-1, keepdim=True)
+    m, tau = (torch.where(wrong, torch.nan, x).to(u.dtype) for x in (m, tau))
+    return m.reshape(u.shape), tau.reshape(u.shape[:-1])
+
+
+def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]:
+    u, m, tau = ctx.saved_tensors
+    dtau = dtau[..., None].double()
+    interior = (m > 0) & (m < 1)
+    count = interior.sum(-1, keepdim=True)
+    dm = torch.where(interior, dm, 0).double()
+    du = torch.where(interior, dm + (dtau - dm.sum(-1, keepdim=True)) / count.clamp(min=1), 0)
+    # With nothing inside, tau is the largest score that is not kept.
+    next_ones = (u == tau[..., None]) & (u > -torch.inf) & (count == 0)
+    du = du + torch.where(next_ones, dtau / next_ones.sum(-1, keepdim=True).clamp(min=1), 0)
+    return du.to(u.dtype), None
+
+
+def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not u.numel():
+        return torch.empty_like(u), torch.empty_like(u, dtype=torch.int32)
+    rows = u.reshape(-1, u.shape[-1])
+    if (kernels := _kernels(u)) is not None:
+        with torch.cuda.device_of(u):
+            tau = kernels.thresholds(kernels.prefixes(rows, k))
+    else:
+        tau = causal_thresholds(rows, k).to(u.dtype)
+    last = _last_live(rows, tau)
+    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
+
+
+def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    if not u.numel():
+        return _sparsek_causal(u, k)
+    rows = u.reshape(-1, u.shape[-1])
+    if (kernels := _kernels(u)) is None:
+        return _sparsek_causal(u, k)[0], _last_topk(u, k)
+    with torch.cuda.device_of(u):
+        tau, last = kernels.kept(kernels.prefixes(rows, k))
+    return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
+
+
+def _kernels(u: Tensor) -> Any:
+    """The module of kernels that find thresholds of float32 on a GPU, or None."""
+    if not has_triton():
+        return None
+    from gossamer.sparse_k.thresholds_triton import launch
+
+    return launch if launch.available(u) else None
+
+
+def has_kernels(u: Tensor) -> bool:
+    """Whether thresholds of prefixes of u are found by kernels."""
+    return _kernels(u) is not None
+
+
+def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
+    """tau, NaN from the step of the first score on that is."""
+    N = rows.shape[-1]
+    step = torch.arange(N, device=rows.device)
+    first = torch.where(rows.isnan(), step, N).amin(-1, keepdim=True)
+    return torch.where(step < first, tau, torch.nan)
+
+
+def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    u, tau, last = ctx.saved_tensors
+    return _of_thresholds(u, tau, last, dtau), None
+
+
+def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
+    """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
+    if not u.numel():
+        return dtau * u
+    # A second derivative goes through operations of torch.
+    once = not torch.is_grad_enabled() and dtau.dtype == torch.float32
+    if once and has_kernels(u):
+        found: Tensor = torch.ops.gossamer.thresholds_backward(u, tau, dtau)
+        return found
+    u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
+    last = _last_live(u, tau) if last is None else last.reshape(u.shape)
+    step = torch.arange(u.shape[-1], device=u.device)
+    first = torch.maximum(torch.searchsorted(tau.double(), u.double() - 1, right=True), step)
+    end = last.long() + 1
+    inside = Steps(torch.minimum(first, end), end)
+    equal = torch.maximum(torch.searchsorted(tau, u, right=True), end)
+    next_one = Steps(end, torch.where(u > -torch.inf, equal, end))
+
+    steps = dtau.reshape(u.shape).double()
+    # What comes to steps of a threshold -inf goes to no key, and is kept out of the sums: it may be NaN.
+    count, equals = inside.keys(), next_one.keys()
+    du = inside.sums(torch.where(count > 0, steps / count.clamp(min=1), 0))
+    du = du + next_one.sums(torch.where((count == 0) & (equals > 0), steps / equals.clamp(min=1), 0))
+    return du.to(dtau.dtype).reshape(dtau.shape)
+
+
+def _thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+    with torch.cuda.device_of(u):
+        found: Tensor = _kernels(u).thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+    return found.reshape(u.shape)
+
+
+class Steps(NamedTuple):
+    """For each key the steps [first, end): (R, N) int64."""
+
+    first: Tensor
+    end: Tensor
+
+    def keys(self) -> Tensor:
+        """The keys of each step. Of whole numbers, whose sum is the same in any order."""
+        change = self.first.new_zeros((self.first.shape[0], self.first.shape[1] + 1))
+        one = torch.ones_like(self.first)
+        return change.scatter_add(1, self.first, one).scatter_add(1, self.end, -one).cumsum(1)[:, :-1]
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Of what each step has, (R, N), the sum over the steps of each key."""
+        before = F.pad(x.cumsum(1), (1, 0))
+        return before.gather(1, self.end) - before.gather(1, self.first)
+
+
+def _last_topk(u: Tensor, k: int) -> Tensor:
+    if not u.numel():
+        return torch.empty_like(u, dtype=torch.int32)
+    rows = u.reshape(-1, u.shape[-1])
+    if (kernels := _kernels(u)) is not None:
+        with torch.cuda.device_of(u):
+            found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
+        return found.reshape(u.shape)
+    there = rows > -torch.inf
+    order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
+    places = torch.arange(u.shape[-1], device=u.device).expand_as(order)
+    # Places are whole numbers, all different: SparseK of them is the hard top-k, and tau the place of the next key.
+    exact = torch.float32 if u.shape[-1] <= 2**24 else torch.float64
+    better = -torch.empty_like(order).scatter_(1, order, places).to(exact)
+    better = torch.where(there, better, -torch.inf)
+    return _last_live(better, causal_thresholds(better, k)).reshape(u.shape)
+
+
+def _last_live(u: Tensor, tau: Tensor) -> Tensor:
+    """The last step at which u[j] > tau, at least j - 1: (R, N) int32."""
+    step = torch.arange(u.shape[-1], device=u.device)
+    return (torch.maximum(torch.searchsorted(tau, u.contiguous()), step) - 1).int()
+
+
+def _check_scores(u: Any) -> None:
+    right = isinstance(u, Tensor) and not u.is_nested and u.layout == torch.strided
+    if not right or u.dtype not in (torch.float32, torch.float64) or u.ndim < 1:
+        raise ValueError(
+            "u must be a tensor (..., N) of float32 or float64, of at least one dimension (scores of 16 bits tie: give "
+            f"u.float(), made from scores of float32); got {describe(u)}"
+        )
+
+
+def _kept(k: Any) -> int:
+    number = whole(k)
+    if number is None or number < 1:
+        raise ValueError(f"k must be an integer of at least 1; got {describe(k)}")
+    return number
+
+
+# Opaque to a compiler, which would take long over the levels of the causal ones.
+library = torch.library.Library("gossamer", "FRAGMENT")
+library.define("sparsek(Tensor u, SymInt k) -> (Tensor m, Tensor tau)")
+library.define("sparsek_causal(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
+library.define("sparsek_kept(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
+library.define("last_topk(Tensor u, SymInt k) -> Tensor")
+library.define("thresholds_backward(Tensor u, Tensor tau, Tensor dtau) -> Tensor")
+library.impl("sparsek", _sparsek, "CompositeExplicitAutograd")
+library.impl("sparsek_causal", _sparsek_causal, "CompositeExplicitAutograd")
+library.impl("sparsek_kept", _sparsek_kept, "CompositeExplicitAutograd")
+library.impl("last_topk", _last_topk, "CompositeExplicitAutograd")
+library.impl("thresholds_backward", _thresholds_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("gossamer::sparsek", lib=library)
+def _sparsek_fake(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return u.new_empty(u.shape), u.new_empty(u.shape[:-1])
+
+
+@torch.library.register_fake("gossamer::sparsek_kept", lib=library)
+@torch.library.register_fake("gossamer::sparsek_causal", lib=library)
+def _sparsek_causal_fake(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return u.new_empty(u.shape), u.new_empty(u.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("gossamer::thresholds_backward", lib=library)
+def _thresholds_backward_fake(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+    return u.new_empty(u.shape)
+
+
+@torch.library.register_fake("gossamer::last_topk", lib=library)
+def _last_topk_fake(u: Tensor, k: int) -> Tensor:
+    return u.new_empty(u.shape, dtype=torch.int32)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], *output)
+
+
+def _save_scores(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    u, _ = inputs
+    tau, _ = output
+    ctx.save_for_backward(u, tau)
+
+
+def _sparsek_kept_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    u, tau = ctx.saved_tensors
+    return _of_thresholds(u, tau, None, dtau), None
+
+
+torch.library.register_autograd("gossamer::sparsek", _sparsek_backward, setup_context=_save, lib=library)
+torch.library.register_autograd("gossamer::sparsek_causal", _sparsek_causal_backward, setup_context=_save, lib=library)
+torch.library.register_autograd(
+    "gossamer::sparsek_kept", _sparsek_kept_backward, setup_context=_save_scores, lib=library
+)

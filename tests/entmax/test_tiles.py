@@ -1,0 +1,193 @@
+"""The Hopper kernels of rows without a list on a GPU, over any rows of any head, against float64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from gossamer.entmax.launch import overflow_rows as unlisted
+from gossamer.entmax.launch.calls import Call, Listed, Stats
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+]
+LIMITS = {torch.bfloat16: (4e-3, 6e-3), torch.float16: (5e-4, 8e-4)}  # of out, and of gradients
+
+
+class Case(NamedTuple):
+    """Sizes, the size of scores, what rows see (0: every key, 1: causal, 2: a window), and how many have no list."""
+
+    shape: tuple[int, int, int]  # B, H, G
+    Q: int
+    K: int
+    D: int
+    E: int
+    dtype: torch.dtype
+    alpha: float
+    sigma: float
+    bounds: int
+    share: float
+
+
+CASES = [
+    Case((1, 4, 2), 1000, 1000, 64, 64, torch.bfloat16, 1.5, 0.3, 1, 1.0),
+    Case((1, 4, 4), 900, 1300, 64, 64, torch.bfloat16, 1.5, 0.5, 1, 0.1),
+    Case((2, 2, 1), 700, 3000, 64, 64, torch.bfloat16, 1.25, 1.0, 1, 0.5),
+    Case((1, 3, 1), 1025, 2000, 64, 64, torch.float16, 1.7, 0.2, 2, 0.5),
+    Case((1, 2, 2), 513, 1111, 64, 40, torch.bfloat16, 2.0, 0.1, 1, 1.0),
+    Case((1, 2, 2), 300, 5000, 40, 64, torch.bfloat16, 1.7, 0.1, 1, 0.9),
+    Case((1, 3, 3), 600, 1500, 128, 128, torch.bfloat16, 1.25, 1.0, 0, 0.6),
+    Case((1, 2, 1), 400, 900, 96, 128, torch.float16, 1.6, 0.2, 2, 1.0),
+    Case((1, 2, 1), 300, 200, 64, 64, torch.bfloat16, 1.5, 0.1, 1, 1.0),  # the first rows see nothing
+]
+
+
+class Given(NamedTuple):
+    """A call, its rows without a list, and gradients."""
+
+    call: Call
+    rows: Tensor  # (B, H, Q) bool
+    lists: Any
+    dout: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def given(case: Case) -> Given:
+    """The tensors of a case; of dK and dV what lists would have given."""
+    (B, H, G), Q, K = case.shape, case.Q, case.K
+    g = torch.Generator().manual_seed(0)
+    sizes = (H, Q, case.D), (G, K, case.D), (G, K, case.E), (H, Q, case.E), (G, K, case.D), (G, K, case.E)
+    q, k, v, dout, dk, dv = (torch.randn(B, *x, generator=g) for x in sizes)
+    rows = torch.rand(B, H, Q, generator=g) < case.share
+    rows[0, 1] &= H < 3  # a head without any
+    q, k, v, dout, dk, dv = (x.to(case.dtype).cuda() for x in (case.sigma * q, k, v + 1, dout, dk, dv))
+    offset, at = K - Q, torch.arange(Q) + K - Q
+    lo, hi = ((at + n).clamp(0, K).int().cuda() for n in (-300, 1))
+    a = case.alpha - 1
+    window = (lo, hi) if case.bounds == 2 else (None, None)
+    call = Call(
+        q, k, v, torch.full((H,), a, device="cuda"), a, case.D**-0.5, None, case.bounds, offset, *window, None, None
+    )
+    nothing: Any = None
+    counts = torch.where(rows, -1, 3).int().cuda()
+    return Given(call, rows.cuda(), Listed(nothing, nothing, counts), dout, dk, dv)
+
+
+class Exact(NamedTuple):
+    """In float64."""
+
+    out: Tensor
+    lam: Tensor
+    support: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def exact(x: Given) -> Exact:
+    """From the definition, by bisection."""
+    c = x.call
+    q, k, v, dout = c.q.double(), *(t.double().repeat_interleave(c.group, 1) for t in (c.k, c.v)), x.dout.double()
+    (_, H, Q, _), (_, G, K, _) = q.shape, c.k.shape
+    j, row = torch.arange(K, device="cuda"), torch.arange(Q, device="cuda")[:, None]
+    seen = torch.ones(Q, K, dtype=torch.bool, device="cuda")
+    if c.bounds == 1:
+        seen = j <= row + c.offset
+    elif c.lo is not None and c.hi is not None:
+        seen = (j >= c.lo[:, None]) & (j < c.hi[:, None])
+    a = float(c.same or 0.0)
+    s = (c.scale * (q @ k.mT)).masked_fill(~seen, -torch.inf)
+    top = s.amax(-1, keepdim=True)
+    low, width = a * torch.where(top == -torch.inf, 0.0, top) - 1, 1.0
+    for _ in range(50):
+        width /= 2
+        total = ((a * s - low - width).clamp_(min=0) ** (1 / a)).sum(-1, keepdim=True)
+        low = torch.where(total >= 1, low + width, low)
+    w = (a * s - low).clamp_(min=0)
+    p = w ** (1 / a)
+    lam = torch.where(top == -torch.inf, torch.inf, (low + 1) / a)[..., 0]
+    u = torch.where(w > 0, w ** (1 / a - 1), 0.0) * x.rows[..., None]
+    dp = dout @ v.mT
+    delta = (u * dp).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).clamp_(min=1e-30)
+    ds = c.scale * u * (dp - delta)
+    dk, dv = ((t.mT @ y).unflatten(1, (G, H // G)).sum(2) for t, y in ((ds, q), (p * x.rows[..., None], dout)))
+    return Exact(p @ v, lam, (w > 0).sum(-1), ds @ k, dk + x.dk.double(), dv + x.dv.double())
+
+
+def forward(x: Given) -> tuple[Tensor, Stats]:
+    """Out and what is told, where memory was NaN before."""
+    B, H, Q, _ = x.call.q.shape
+    out = torch.full((B, H, Q, x.call.v.shape[3]), torch.nan, dtype=x.call.q.dtype, device="cuda")
+    stats = Stats(
+        torch.full((B, H, Q), torch.nan, device="cuda"), torch.full((B, H, Q), -7, dtype=torch.int32, device="cuda"),
+        torch.zeros(B, H, Q, dtype=torch.bool, device="cuda"),
+    )  # fmt: skip
+    unlisted.tiled(x.call, out, stats, x.lists, True)
+    return out, stats
+
+
+def backward(x: Given, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, where memory was NaN before, and dK and dV, which are added to."""
+    dq, dk, dv = torch.full_like(x.call.q, torch.nan).contiguous(), x.dk.clone(), x.dv.clone()
+    unread = torch.empty(1, 1, 1, device="cuda")
+    unlisted.tiled_backward(x.call, x.lists, lam, x.dout, dq, dk, dv, unread, False)
+    return dq, dk, dv
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Euclidean, relative."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("few", [0, 4], ids=["tiles of a warpgroup", "tiles of a block"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_rows(case: Case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlisted, "FEW", few)
+    x = given(case)
+    assert unlisted.by_hopper(x.call, x.dout) is not None
+    expected, rows = exact(x), x.rows
+    out, stats = forward(x)
+    of_out, of_gradients = LIMITS[case.dtype]
+    assert error(out[rows], expected.out[rows]) < of_out
+    assert out[~rows].isnan().all()
+    there = rows & expected.lam.isfinite()
+    assert torch.equal(stats.lam[rows].isinf(), expected.lam[rows].isinf())
+    assert error(stats.lam[there], expected.lam[there]) < 1e-6
+    # Scores at the very end of a support may be on either side of it.
+    assert (stats.support != expected.support)[rows].float().mean() < 0.02
+    assert torch.equal(stats.certified, rows)
+    gradients = backward(x, stats.lam)
+    assert gradients[0][~rows].isnan().all()
+    assert error(gradients[0][rows], expected.dq[rows]) < of_gradients
+    for one, other in zip(gradients[1:], (expected.dk, expected.dv), strict=True):
+        assert error(one, other) < of_gradients
+    for _ in range(5):
+        again, told = forward(x)
+        assert torch.equal(again[rows], out[rows])
+        assert torch.equal(told.lam[rows], stats.lam[rows])
+        for one, other in zip(backward(x, stats.lam), gradients, strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("few", [0, 4])
+def test_a_score_that_is_no_number_is_in_its_rows_alone(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlisted, "FEW", few)
+    x = given(Case((1, 2, 2), 600, 600, 64, 64, torch.bfloat16, 1.5, 0.3, 1, 1.0))
+    x.call.k[0, :, 300, 3] = torch.nan
+    x.call.q[0, 1, 20] = torch.inf
+    out, stats = forward(x)
+    expected = torch.zeros(1, 2, 600, dtype=torch.bool, device="cuda")
+    expected[..., 300:] = True
+    expected[0, 1, 20] = True
+    assert torch.equal(out.isnan().all(-1), expected)
+    assert torch.equal(out.isnan().any(-1), expected)
+    assert torch.equal(stats.lam.isnan(), expected)
