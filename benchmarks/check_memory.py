@@ -210,7 +210,7 @@ def main(given: list[str] | None = None) -> int:
         os._exit(0)  # the calls have ended; threads of the frameworks abort some processes as they are taken down
     if not torch.cuda.is_available():
         for name in names:
-            print(f"{name} ({', '.join(of or 'shared' for of in FAMILIES[name].folders)})")
+            print(f"{name} ({', '.join(FAMILIES[name].folders)})")
             print(*(f"    {call}" for call in FAMILIES[name].calls), sep="\n")
         print("not run: torch finds no CUDA device")
         return int(a.tool != ["none"])

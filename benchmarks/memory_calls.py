@@ -1,6 +1,6 @@
 """A few small calls of every family of kernels, which `check_memory.py` runs under a tool that watches memory.
 
-A family names the folders of `gossamer/kernels` whose device code its calls run. Nothing is made before a call runs.
+A family names the folders of the package whose device code its calls run. Nothing is made before a call runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Call = Callable[[], None]
 class Family(NamedTuple):
     """Kernels that are checked together, by one process."""
 
-    folders: tuple[str, ...]  # in gossamer/kernels, of the device code that runs
+    folders: tuple[str, ...]  # of the package, with the device code that runs
     calls: dict[str, Call]
 
 
@@ -209,14 +209,14 @@ SMALL = {"tile": (64, 64)}
 CAPPED = {"softcap": 5.0, "sink_logits": True}
 FAMILIES = {
     "small": Family(
-        ("small",),
+        ("kernels/small",),
         {
             "causal": partial(attended, gs.Causal, N=64, implementation="small"),
             "float32, wide": partial(attended, _sinks, N=40, D=96, dtype=torch.float32, implementation="small"),
         },
     ),
     "hopper forward": Family(
-        ("hopper/device", "hopper/device/forward"),
+        ("cute", "kernels/hopper/device/forward"),
         {
             "D 64": partial(launched, _case(300, gs.Causal), backward=False),
             "cut": partial(launched, _case(500, _sinks, D=128), split=1, backward=False),
@@ -228,7 +228,7 @@ FAMILIES = {
         },
     ),
     "hopper backward": Family(
-        ("hopper/device/backward",),
+        ("kernels/hopper/device/backward",),
         {
             "D 128": partial(launched, _case(300, gs.Causal, D=128)),
             "D 64": partial(launched, _case(300, _sinks)),
@@ -238,7 +238,7 @@ FAMILIES = {
         },
     ),
     "hopper dQ by rows": Family(
-        ("hopper/device/backward",),
+        ("kernels/hopper/device/backward",),
         {
             "D 64": partial(launched, _case(300, _sinks), deterministic=True),
             "D 128": partial(launched, _case(300, gs.Causal, D=128), deterministic=True, most_kept=0),
@@ -246,7 +246,7 @@ FAMILIES = {
         },
     ),
     "hopper wide": Family(
-        ("hopper/device/backward",),
+        ("kernels/hopper/device/backward",),
         {
             "dQ by rows": partial(launched, _case(200, gs.Causal, D=192, E=128), most_kept=0),
             "kept dS": partial(launched, _case(300, gs.Causal, D=192, E=128), most_kept=2**30),
@@ -254,7 +254,7 @@ FAMILIES = {
         },
     ),
     "hopper kept dS": Family(
-        ("hopper/device/backward",),
+        ("kernels/hopper/device/backward",),
         {
             "128 x 128": partial(launched, _case(300, gs.Causal, D=128), deterministic=True, most_kept=2**30),
             "64 x 64": partial(launched, _case(200, _sinks, D=96), most_kept=2**30, **SMALL),
@@ -264,18 +264,18 @@ FAMILIES = {
         },
     ),
     "hopper edges": Family(
-        ("hopper/device/backward",),
+        ("kernels/hopper/device/backward",),
         {"window": partial(launched, _case(700, lambda: gs.SlidingWindow(150), D=128))},
     ),
     "hopper gather": Family(
-        ("hopper/device/gather",),
+        ("kernels/hopper/device/gather",),
         {
             "D 64": partial(launched, _case(200, lambda: _scattered(200, 200)), gather=64),
             "D 128, cut": partial(launched, _case(200, lambda: _scattered(200, 200), D=128), gather=64, split=1),
         },
     ),
     "hopper gather float32": Family(
-        ("hopper/device/gather", "hopper/device/gather/float32"),
+        ("kernels/hopper/device/gather", "kernels/hopper/device/gather/float32"),
         {
             "D 64": partial(
                 launched, _case(200, lambda: _scattered(200, 200)), gather=64, dtype="float32", backward=False
@@ -283,21 +283,21 @@ FAMILIES = {
         },
     ),
     "hopper gather of heads": Family(
-        ("hopper/device/gather", "hopper/schedule"),
+        ("kernels/hopper/device/gather", "kernels/hopper/schedule"),
         {
             "8 heads": lambda: attended(gs.Indices(_integers(-2, 200, 1, 1, 200, 30)), heads=(8, 1)),
             "64 heads": lambda: attended(gs.Indices(_integers(-2, 70, 1, 1, 70, 30)), N=70, heads=(64, 1), D=128),
         },
     ),
     "hopper rows": Family(
-        ("hopper/device/rows",),
+        ("kernels/hopper/device/rows",),
         {
             "D 64": partial(launched, _case(200, lambda: _scattered(200, 200)), gather=1),
             "D 128": partial(launched, _case(130, lambda: _scattered(130, 130), D=128), gather=1),
         },
     ),
     "triton block": Family(
-        ("", "triton", "triton/block"),
+        ("kernels", "kernels/triton", "kernels/triton/block"),
         {
             "sinks, cut": partial(attended, lambda: gs.Longformer(20, (0, 77)), N=700, implementation="triton"),
             "soft cap": partial(attended, gs.Causal, softcap=3.0, implementation="triton"),
@@ -306,7 +306,7 @@ FAMILIES = {
         },
     ),
     "triton gather": Family(
-        ("", "triton", "triton/gather"),
+        ("kernels", "kernels/triton", "kernels/triton/gather"),
         {
             f"{rows} rows": partial(
                 launched, _case(200, lambda: _scattered(200, 200)), gather=rows, implementation="triton"
@@ -315,14 +315,14 @@ FAMILIES = {
         },
     ),
     "triton wide": Family(
-        ("triton/wide",),
+        ("kernels/triton/wide",),
         {
             "300, 520": partial(attended, _sinks, N=150, D=300, E=520, implementation="triton"),
             "float32": partial(attended, gs.Causal, N=100, D=260, dtype=torch.float32, implementation="triton"),
         },
     ),
     "entmax lists": Family(
-        ("entmax", "hopper/device/select"),
+        ("entmax/triton", "entmax/hopper/support"),
         {
             "sharp": partial(entmax, size=4.0),
             "top 8": partial(entmax, top_k=8),
@@ -331,33 +331,33 @@ FAMILIES = {
         },
     ),
     "entmax tiles": Family(
-        ("entmax", "hopper/device/tiled"),
+        ("entmax/triton", "entmax/hopper/long_rows"),
         {
             "flat": partial(entmax, size=0.1),
             "tau alone": partial(entmax, dtype=torch.float16, size=0.5, save="tau"),
             "D 128, every key": partial(entmax, size=0.1, D=128, causal=False),
         },
     ),
-    "entmax by Triton": Family(("entmax",), {"float32": partial(entmax, dtype=torch.float32, alpha=1.25)}),
+    "entmax by Triton": Family(("entmax/triton",), {"float32": partial(entmax, dtype=torch.float32, alpha=1.25)}),
     "SparseK": Family(
-        ("gated", "hopper/device/gated", "prefixes"),
+        ("sparse_k/triton", "sparse_k/hopper", "sparse_k/thresholds_triton"),
         {
             "D 64": sparsek,
             "D 128, no gate": partial(sparsek, D=128, gate=None),
             "by Triton": partial(sparsek, D=40, gate="kv"),
         },
     ),
-    "thresholds": Family(("prefixes",), {"700": thresholds}),
-    "structure": Family(("structure", "hopper/schedule"), structures()),
+    "thresholds": Family(("sparse_k/thresholds_triton",), {"700": thresholds}),
+    "structure": Family(("kernels/structure", "kernels/hopper/schedule"), structures()),
     "chosen blocks": Family(
-        ("select",),
+        ("blocks/triton",),
         {
             "mean": partial(chosen, "mean", topk=3),
             "bound, a share": partial(chosen, "bound", top_p=0.8, per="group"),
         },
     ),
     "particles": Family(
-        ("radial/device",),
+        ("particles/kernels/radial/device",),
         {
             "periodic": partial(summed, 700, 3, 0.2, 1.0),
             "half the box": partial(summed, 300, 3, 0.45, 1.0, 1),
@@ -366,7 +366,7 @@ FAMILIES = {
         },
     ),
     "neighbors": Family(
-        ("neighbors/device", "hopper/device/gather/particles"),
+        ("particles/kernels/neighbors/device", "particles/kernels/attention"),
         {
             "dot": partial(neighbors, 700, 0.2, 64, "dot"),
             "both": partial(neighbors, 700, 0.2, 64, "dot+gaussian"),

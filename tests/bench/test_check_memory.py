@@ -21,7 +21,7 @@ from gossamer.testing import inputs
 from gossamer.torch.planning import Chip
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-KERNELS = Path(gs.__file__).parent / "kernels"
+PACKAGE = Path(gs.__file__).parent
 DEVICE = re.compile(r"^\s*@(cute\.(kernel|jit)|triton\.jit|triton\.heuristics)", re.M)
 
 
@@ -36,9 +36,9 @@ def scripts() -> Iterator[None]:
 def test_every_folder_of_device_code_is_of_a_family() -> None:
     import memory_calls
 
-    there = {path.parent for path in KERNELS.rglob("*.py") if DEVICE.search(path.read_text())}
+    there = {path.parent for path in PACKAGE.rglob("*.py") if DEVICE.search(path.read_text())}
     named = {folder for family in memory_calls.FAMILIES.values() for folder in family.folders}
-    assert {str(path.relative_to(KERNELS)) for path in there} == {folder or "." for folder in named}
+    assert {str(path.relative_to(PACKAGE)) for path in there} == named
 
 
 def test_families_and_calls_are_listed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

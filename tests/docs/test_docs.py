@@ -95,6 +95,42 @@ def test_the_implementation_on_the_contributing_page_runs() -> None:
     assert done.returncode == 0, done.stderr
 
 
+OPERATION = """
+import gossamer, torch
+gossamer.__path__.append(FOLDER)
+from gossamer.hard import hard_attention
+q, k, v = (torch.randn(2, heads, 50, 8) for heads in (4, 2, 2))
+v.requires_grad_()
+out, key = hard_attention(q, k, v, gossamer.SlidingWindow(9))
+assert (key <= torch.arange(50)).all() and (key > torch.arange(50) - 10).all()
+scores = q @ k.repeat_interleave(2, 1).mT
+near, _ = scores.masked_fill(torch.ones(50, 50).triu(1).bool() | torch.ones(50, 50).tril(-10).bool(), -1e9).max(-1)
+assert torch.equal(scores.gather(-1, key[..., None])[..., 0], near)
+assert torch.equal(out, v.repeat_interleave(2, 1).gather(2, key[..., None].expand(2, 4, 50, 8)))
+(grad,) = torch.autograd.grad(out.sum(), v)
+assert grad.sum() == out.numel()
+out, key = hard_attention(q, k, v, gossamer.SlidingWindow(-60, 70))
+assert (key == -1).all() and (out == 0).all()
+try:
+    hard_attention(q, k[:, :1].expand(2, 3, 50, 8), v, gossamer.Causal())
+except ValueError as error:
+    assert "divide those of q, 4; got 3 and 2" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_the_operation_on_the_contributing_page_runs(tmp_path: Path) -> None:
+    (whole,) = re.findall(r"```py\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    _, *files = re.split(r"^# src/gossamer/(\S+)\n", whole, flags=re.MULTILINE)
+    for name, text in zip(files[::2], files[1::2], strict=True):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    done = run(f"FOLDER = {str(tmp_path)!r}\n{OPERATION}", "-W", "error")
+    assert done.returncode == 0, done.stderr
+
+
 LAYERS = "nnx.MultiHeadAttention", "nn.multihead_attention"  # of gossamer.jax.nn, where they are defined
 
 
@@ -103,7 +139,7 @@ def test_the_reference_has_every_public_name() -> None:
     written = re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     public = {f"gossamer.{name}" for name in gossamer.__all__ if name not in ("__version__", "nn")}
     public.add("gossamer.memo.forget_all")
-    rooms = ("nn", "layouts", "select", "particles", "torch.entmax", "integrations.transformers")
+    rooms = ("nn", "layouts", "entmax", "sparse_k", "blocks", "particles", "integrations.transformers")
     for module in (f"gossamer.{name}" for name in rooms):
         found = importlib.import_module(module)
         public |= {f"{module}.{n}" for n in found.__all__ if getattr(found, n) is not getattr(gossamer, n, None)}

@@ -27,7 +27,7 @@ TYPES = ("float16", "bfloat16")
 class Groups(NamedTuple):
     """Of T groups of 64 places along the curve, lists with room for C of the places that any of a group is near.
 
-    Arrays are those of `kernels.neighbors.device.kernel.Arguments`.
+    Arrays are those of `particles.kernels.neighbors.device.kernel.Arguments`.
     """
 
     columns: Any  # (T C,) int32

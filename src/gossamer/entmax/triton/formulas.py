@@ -1,7 +1,7 @@
 """Formulas of alpha-entmax over rows of numbers: a = alpha - 1, p = [1 + a t]_+^(1/a) of t = score - lam.
 
 They hold at a = 0, where p is exp(t). A is alpha - 1 where the compiler knows it, -1 where each head has its own. The
-normaliser lam of a row is found as in `torch/entmax/thresholds.py`, by Newton's method on the (1/a)-norm.
+normaliser lam of a row is found as in `entmax/thresholds.py`, by Newton's method on the (1/a)-norm.
 """
 
 from __future__ import annotations

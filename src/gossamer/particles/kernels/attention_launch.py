@@ -36,7 +36,7 @@ GROUPS = (*_PAIRS, "particles", "theirs", "mine", "far")
 
 
 def lists(direction: Direction, dtype: str) -> tuple[str, ...]:
-    """The arrays of lists of a call: `GROUPS`, and items as `device.row_items` and `column_items` have them."""
+    """The arrays of lists of a call: `GROUPS`, and items as `cute.row_items` and `column_items` have them."""
     if dtype == "float32":
         return "items", *_PAIRS
     return ("items", *GROUPS) if direction == "forward" else ("items", "column_items", "segments", *GROUPS)

@@ -1,4 +1,4 @@
-"""The normalisers of rows, at any alpha, on their contenders: see `kernels/entmax/formulas.py`."""
+"""The normalisers of rows, at any alpha, on their contenders: see `entmax/triton/formulas.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From the contenders of a warpgroup's rows, in shared memory, to the lists of their supports, with exact normalisers.
 
-Formulas are those of `kernels/entmax/formulas.py` and `finish.py`; the four threads of a row add up what each has.
+Formulas are those of `entmax/triton/formulas.py` and `finish.py`; the four threads of a row add up what each has.
 """
 
 from __future__ import annotations

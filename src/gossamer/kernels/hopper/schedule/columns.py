@@ -1,4 +1,4 @@
-"""The work of the column kernels: items of key heads and their segments, in the words of `hopper.device.column_items`.
+"""The work of the column kernels: items of key heads and their segments, in the words of `cute.column_items`.
 
 Made once for a layout and kept, cut as the rows of `hopper.schedule.rows` are.
 """

@@ -61,7 +61,7 @@ def write(
     HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr,
     ITEM: tl.constexpr, SEGMENT: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """The words of items i of lists l: see `hopper.device.row_items`, `column_items` and `merges`."""
+    """The words of items i of lists l: see `cute.row_items`, `column_items` and `merges`."""
     nothing = tl.zeros_like(i)
     t, part = i // parts, i % parts
     row = l * T + t

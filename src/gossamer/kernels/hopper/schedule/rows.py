@@ -1,6 +1,6 @@
 """The work of one launch: item descriptions that the kernel reads, made once for a layout and kept.
 
-The words of an item are those of `hopper.device.row_items`. Heads that share a list have items of their own. Nothing is
+The words of an item are those of `cute.row_items`. Heads that share a list have items of their own. Nothing is
 read back from a device: a layout that was made there gets its items there.
 """
 
@@ -23,8 +23,8 @@ from gossamer.memo import Memos
 class Work(NamedTuple):
     """The items of a launch."""
 
-    items: Array  # (n, ITEM) int32: `device.row_items`, or `device.column_items`
-    merges: Array  # (m, MERGE) int32: `device.merges`
+    items: Array  # (n, ITEM) int32: `cute.row_items`, or `cute.column_items`
+    merges: Array  # (m, MERGE) int32: `cute.merges`
     slots: int
     segments: Array | None = None  # (m, SEGMENT) int32, of items of columns
 
