@@ -1,6 +1,6 @@
 """How a kernel of sums is called: its configuration, its numbers, and the columns that particles bring.
 
-The order of the arguments is that of `particles.kernels.radial.device.kernel.Radial`: particles, three levels of boxes, order;
+The order of the arguments is that of `Radial` (`radial/device/kernel.py`): particles, three levels of boxes, order;
 the result; the sizes of the box, the squared radius, and eleven numbers of the law, whose lengths are in the unit of
 the cells as those before are. The last is the unit in which a function that a user wrote gets them.
 """
