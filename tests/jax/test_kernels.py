@@ -17,7 +17,7 @@ import gossamer as gs
 import gossamer.jax as gsj
 from gossamer.jax import plan as plans
 from gossamer.jax.api import asked_of
-from gossamer.jax.arguments import arguments_of
+from gossamer.jax.arguments import AttentionOptions, arguments_of
 from gossamer.memo import forget_all
 from gossamer.plan import partition
 from tests.jax import stand_in
@@ -287,9 +287,7 @@ def test_a_plan_of_gathered_keys_has_no_tiles(calls: list[str]) -> None:
 def plan_of(plan: Any, q: Any, k: Any, v: Any, **terms: Any) -> Any:
     """What a call with a Plan reads."""
     lengths = jnp.asarray(terms.pop("key_lengths"))
-    options = {"scale": None, "q_offset": None, "sink_logits": None, "alibi_slopes": None, "implementation": None,
-               "deterministic": False, "names": ()}  # fmt: skip
-    a = arguments_of(q, k, v, key_lengths=lengths, **options | terms)
+    a = arguments_of(q, k, v, AttentionOptions(key_lengths=lengths, **terms), ())
     return plans.plan_of(plan, asked_of(a, None))
 
 

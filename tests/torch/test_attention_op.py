@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import subprocess
 import sys
@@ -22,8 +23,8 @@ import gossamer as gs
 from gossamer.memo import forget_all
 from gossamer.patterns import handles
 from gossamer.plan.problem import Unsupported
-from gossamer.plan.table import RENAMED
 from gossamer.torch import planning, registry
+from gossamer.torch.arguments import AttentionOptions
 from gossamer.torch.given_layouts import geometry_of
 from gossamer.torch.mask_layouts import layout_of
 
@@ -340,39 +341,6 @@ def message_of(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"merge": "lse"}], ids=str)
-def test_a_name_of_before_refuses_as_the_new_one_with_a_warning(options: dict[str, Any]) -> None:
-    q, k, v = (x.double() for x in qkv(grad=False))
-    pattern = P | gs.Local(8)
-
-    def refusal(name: str) -> str:
-        return message_of(lambda: gs.attention(q, k, v, pattern, implementation=name, **options))
-
-    new = refusal("small")
-    for _ in range(2):
-        with pytest.warns(DeprecationWarning, match='"dense" is now called "small"') as warned:
-            assert refusal("dense") == new
-        assert {w.filename for w in warned} == {__file__}
-    with pytest.warns(DeprecationWarning, match='"small"') as warned:
-        assert message_of(lambda: gs.explain(q, k, v, P, implementation="dense")) == message_of(
-            lambda: gs.explain(q, k, v, P, implementation="small")
-        )
-    assert {w.filename for w in warned} == {__file__}
-
-
-def test_a_name_of_before_runs_as_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RENAMED, "tiles", "blocked")
-    q, k, v = qkv(grad=False)
-    want = gs.attention(q, k, v, P, implementation="blocked")
-    for _ in range(2):
-        with pytest.warns(DeprecationWarning, match='"tiles" is now called "blocked"'):
-            assert torch.equal(gs.attention(q, k, v, P, implementation="tiles"), want)
-    compiled = torch.compile(gs.attention, backend="eager", fullgraph=True)  # without the warning
-    assert torch.equal(compiled(q, k, v, P, implementation="tiles"), want)
-    with pytest.warns(DeprecationWarning):
-        assert gs.explain(q, k, v, P, implementation="tiles").implementation == "blocked"
-
-
 def test_explain() -> None:
     q, k, v = qkv(256, grad=False)
     found = gs.explain(q, k, v, gs.SlidingWindow(64))
@@ -441,3 +409,12 @@ def test_a_masks_layout_is_one_that_a_user_might_give() -> None:
         gs.attention(x, x[:, :, :90], x[:, :, :90], made)
         for walk in (made.rows, made.columns):
             assert walk.lo.numel() or not walk.interval.indices.numel()
+
+
+def test_options_are_the_keywords_of_attention_and_of_explain() -> None:
+    """In one order: both hand them on by position."""
+    of_call, of_explain = (inspect.signature(f).parameters.values() for f in (gs.attention, gs.explain))
+    keywords = [x.name for x in of_call if x.kind is x.KEYWORD_ONLY and x.name not in ("return_lse", "merge")]
+    assert list(AttentionOptions._fields) == keywords
+    assert AttentionOptions() == tuple(x.default for x in of_call if x.name in keywords)
+    assert [(x.name, x.kind, x.default) for x in of_call] == [(x.name, x.kind, x.default) for x in of_explain]

@@ -14,7 +14,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.memo import forget_all
 from gossamer.torch import calls
-from gossamer.torch.request import key_of
+from gossamer.torch.key import key_of
 from tests.support.definition import dense
 
 EMPTY = gs.SlidingWindow(3) & ~gs.Local(8)  # which leaves rows that keep nothing

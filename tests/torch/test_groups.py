@@ -10,9 +10,9 @@ from gossamer.layouts.device import key_list_layout
 from gossamer.layouts.gather import queries_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch import device_arrays
+from gossamer.torch.arguments import Arguments
 from gossamer.torch.given_layouts import check_layout, geometry_of, layout_from
 from gossamer.torch.structure.groups import ALONE, _most_heads, group_of
-from gossamer.torch.validate import Arguments
 
 
 def test_heads_of_a_tile() -> None:

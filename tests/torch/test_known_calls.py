@@ -13,7 +13,7 @@ from gossamer.kernels.launch import Vectors
 from gossamer.memo import Memo, forget_all
 from gossamer.plan.table import load
 from gossamer.torch import api, calls
-from gossamer.torch.request import key_of
+from gossamer.torch.key import key_of
 from tests.support.call_cases import gradients, inputs
 
 

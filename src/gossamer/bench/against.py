@@ -30,11 +30,11 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from gossamer.bench.peer import Peer, Prepared, Refusal
+from gossamer.bench.results import RENAMED
 from gossamer.bench.run import attend
 from gossamer.bench.workload import chosen
 from gossamer.cute.store import DIRECTORY, directory
 from gossamer.patterns import Pattern
-from gossamer.plan.table import RENAMED
 from gossamer.testing.cases import Case
 from gossamer.testing.inputs import Inputs
 

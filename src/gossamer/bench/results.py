@@ -21,6 +21,8 @@ from typing import IO, Any
 
 Record = dict[str, Any]
 
+RENAMED = {"dense": "small"}  # implementations, by the names in older versions and in the rows that those wrote
+
 
 def read_records(path: Path) -> list[Record]:
     """All rows, each with every field that was added, in the order in which they were added.

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 
-from gossamer.bench.results import Record, read_records
-from gossamer.plan.table import RENAMED
+from gossamer.bench.results import RENAMED, Record, read_records
 
 KINDS = ("window", "bigbird", "dilated", "csr", "tree")
 # The dense attention that a kind is held against: of the same causality.

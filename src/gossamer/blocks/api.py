@@ -12,11 +12,9 @@ from gossamer.blocks.operator import choose
 from gossamer.blocks.scores import row_bounds
 from gossamer.patterns.reach import Reach, rule
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.scale import with_number
-from gossamer.torch.structure import BlockIndices
-from gossamer.torch.structure.chosen import BLOCKS
-from gossamer.torch.validate import (
+from gossamer.torch.arguments import (
     Arguments,
+    AttentionOptions,
     Layout,
     cast_type,
     check_types,
@@ -26,6 +24,9 @@ from gossamer.torch.validate import (
     validate,
     whole,
 )
+from gossamer.torch.scale import with_number
+from gossamer.torch.structure import BlockIndices
+from gossamer.torch.structure.chosen import BLOCKS
 
 
 class SelectedBlocks(BlockIndices):
@@ -204,7 +205,7 @@ def topk_blocks(
     if isinstance(scale, Tensor):
         with torch.no_grad():
             q, scale = with_number(q, scale)
-    check_types(q, k, k, scale, None, None, None, None, None, None)
+    check_types(q, k, k, AttentionOptions(scale))
     bshd, dims = is_bshd(layout), q.ndim
     if k.ndim != dims or not 2 <= dims <= 4:
         raise ValueError(

@@ -96,13 +96,10 @@ def run(
     from gossamer.bench.rows import append_rows, fill_ratios, refusals, table
     from gossamer.bench.run import Session
     from gossamer.cli.info import versions
-    from gossamer.plan.table import NAMES, RENAMED
+    from gossamer.plan.table import NAMES
     from gossamer.testing.cases import EVERY
     from gossamer.testing.sweeps import SWEEPS
 
-    if implementation in RENAMED:
-        typer.echo(f"gossamer bench: {implementation} is now called {RENAMED[implementation]}", err=True)
-        implementation = RENAMED[implementation]
     if implementation is not None and implementation not in NAMES:
         raise Refused(f"--implementation must be one of {', '.join(NAMES)}, got {shorten(repr(implementation))}")
     for named in dtype or []:

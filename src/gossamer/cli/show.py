@@ -109,11 +109,11 @@ def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
 
     A plan takes the first on any device and the second on a GPU, where they take less time.
     """
+    from gossamer.checks import show
     from gossamer.layouts.gather import WIDTHS
     from gossamer.patterns import LongNet
     from gossamer.patterns.grid import Sizes
     from gossamer.patterns.pieces import branch_pieces, pieces
-    from gossamer.patterns.validate import show
     from gossamer.plan.choice import WORTH_A_LOOK
     from gossamer.plan.estimate import Sample
 

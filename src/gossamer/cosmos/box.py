@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.checks import whole
 from gossamer.cosmos.checks import describe, is_known
-from gossamer.numbers import whole
 
 SPLIT_CELLS = 1.25  # the force split in cells of the mesh
 CUT = 5.5  # the reach of the short-range force in units of the split: `ShortRangeGravity.CUT`

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gossamer.checks import whole
 from gossamer.cosmos.box import Box, State
 from gossamer.cosmos.checks import describe, is_known, number
 from gossamer.cosmos.cosmology import H0, as_cosmology, growth
 from gossamer.cosmos.mesh import Waves
 from gossamer.cosmos.power import linear_power
-from gossamer.numbers import whole
 
 
 def initial_conditions(noise: Any, cosmology: Any, box: Box, a: Any, *, order: int = 2, power: Any = None) -> State:

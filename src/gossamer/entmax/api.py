@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from gossamer.checks import boolean
 from gossamer.entmax.arguments import Given, given
 from gossamer.entmax.autograd import EntmaxAttention, Results
 from gossamer.entmax.operators import entmax_forward, rest_of, topk_op
 from gossamer.entmax.topk import keys_of_rows
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
-from gossamer.patterns.validate import boolean
+from gossamer.torch.arguments import describe
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

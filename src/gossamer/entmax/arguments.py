@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import boolean, integer
 from gossamer.entmax.candidates import Candidates, OfLayout, OfLists, OfMask, OfPattern, OfPositions, Source
 from gossamer.entmax.chunks import Operands, operands
 from gossamer.entmax.options import IMPLEMENTATIONS, Options
@@ -16,13 +17,12 @@ from gossamer.layouts import Walk
 from gossamer.patterns import Causal, Dense
 from gossamer.patterns.compose import And
 from gossamer.patterns.handles import pattern_of
-from gossamer.patterns.validate import boolean, integer
+from gossamer.torch.arguments import INTEGERS, AttentionOptions, check_mask, describe, number, validate
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.planning import check_sizes
-from gossamer.torch.request import Request, number, request_of
+from gossamer.torch.request import Request, request_of
 from gossamer.torch.scale import with_number
 from gossamer.torch.transforms import autocast, refuse_transforms
-from gossamer.torch.validate import INTEGERS, check_mask, describe, validate
 
 
 class Names(NamedTuple):
@@ -67,10 +67,7 @@ def given(
         q, k, v = autocast(q), autocast(k), autocast(v)
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
-    request = request_of(
-        q, k, v, pattern, scale=scale, q_offset=None, key_lengths=None, softcap=None, sink_logits=None,
-        alibi_slopes=None, implementation=None, deterministic=None,
-    )  # fmt: skip
+    request = request_of(q, k, v, pattern, AttentionOptions(scale=scale))
     a = request.arguments
     optional = number_of_keys == "top_k"
     if top_k is not None or not optional:
@@ -84,7 +81,7 @@ def given(
     options = Options(request.attended, q_positions, k_positions, top_k, causal, a.scale, implementation)
     alpha = number(alpha)
     found = Given(
-        a.q, a.k, a.v, alphas(alpha, a.q), options, request.dims, None if isinstance(alpha, Tensor) else float(alpha)
+        a.q, a.k, a.v, alphas(alpha, a.q), options, a.dims, None if isinstance(alpha, Tensor) else float(alpha)
     )
     if not torch.compiler.is_compiling():
         check(request, found, names)

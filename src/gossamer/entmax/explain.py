@@ -17,8 +17,8 @@ from gossamer.kernels.launch import dtype_of
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.plan.tabular import aligned
+from gossamer.torch.arguments import describe
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import describe
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gossamer.checks import integer
 from gossamer.entmax.api import attended, unbatched
 from gossamer.entmax.arguments import Names, check_alpha, check_alphas, given
-from gossamer.patterns.validate import integer
-from gossamer.torch.validate import describe, number
+from gossamer.torch.arguments import describe, number
 
 NAMES = Names("Q_idx", "K_idx")
 

@@ -15,9 +15,9 @@ from gossamer.entmax.autograd import gradients, results
 from gossamer.entmax.options import Options
 from gossamer.entmax.topk import keys_of_rows
 from gossamer.kernels.row_formulas import compute_dtype
+from gossamer.torch.arguments import Arguments
 from gossamer.torch.operators import library
 from gossamer.torch.request import Request, ResolvedPattern
-from gossamer.torch.validate import Arguments
 
 _OPTIONS = (
     "Tensor[] layout, SymInt[] geometry, SymInt pattern, Tensor? q_positions, Tensor? k_positions, "

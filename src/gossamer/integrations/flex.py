@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from gossamer.checks import integer, optional_integer, show, whole
 from gossamer.integrations.flex_mask import FlexMask, call, device_of
 from gossamer.integrations.mask_mods import by_formula, by_lookup
 from gossamer.layouts import BlockLayout, Walk
 from gossamer.layouts.build import build
-from gossamer.numbers import whole
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import WORD
-from gossamer.patterns.validate import integer, optional_integer, show
+from gossamer.torch.arguments import describe
 from gossamer.torch.block_mask import MaskMod, apart_by, depends, layout_of
-from gossamer.torch.validate import describe
 
 
 @overload

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.checks import raised, show
 from gossamer.patterns import Pattern
 from gossamer.patterns.grid import Sizes
-from gossamer.patterns.validate import raised, show
 from gossamer.torch.block_mask import MaskMod
 
 # Pairs on which a mask function is evaluated at once.

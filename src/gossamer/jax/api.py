@@ -10,7 +10,16 @@ import jax
 from jax import Array
 
 from gossamer.jax import blocked
-from gossamer.jax.arguments import Arguments, Lengths, arguments_of, as_given, describe, is_empty, problem_of
+from gossamer.jax.arguments import (
+    Arguments,
+    AttentionOptions,
+    Lengths,
+    arguments_of,
+    as_given,
+    describe,
+    is_empty,
+    problem_of,
+)
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
@@ -18,8 +27,7 @@ from gossamer.jax.plan import Asked, Plan, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
 from gossamer.patterns import Dense, Pattern
-from gossamer.patterns.ahead import keeps_ahead
-from gossamer.patterns.grid import Sizes
+from gossamer.plan.arguments import check_ahead
 from gossamer.plan.problem import Unsupported
 
 Distance = Literal["signed", "absolute"]
@@ -114,11 +122,10 @@ def attention(
     """
     if not isinstance(return_residual, bool):
         raise ValueError(f"return_residual must be True or False; got {describe(return_residual)}")
-    a = arguments_of(
-        query, key, value, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
-        sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
-        names=NAMES, alibi_distance=alibi_distance,
-    )  # fmt: skip
+    options = AttentionOptions(
+        scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation, deterministic
+    )
+    a = arguments_of(query, key, value, options, NAMES)
     q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
     plan = for_call(pattern, asked)
@@ -146,16 +153,10 @@ def config_of(a: Arguments, plan: Plan, q_offset: int | None, pattern: Any) -> C
         ValueError: slopes meet keys after their query, and nothing says how they count them.
     """
     offset = offset_of(plan, q_offset, a.vectors.alibi_slopes is not None)
-    asks = a.vectors.alibi_slopes is not None and a.alibi_distance is None and offset < plan.K - 1 and plan.Q
-    held = Dense() if pattern is None else pattern
-    if asks and not (isinstance(held, Pattern) and not keeps_ahead(held, Sizes(plan.Q, plan.K, offset))):
-        keeps = (
-            f"{plan.name}, which keeps" if isinstance(held, Pattern) else "an array, a layout or a Plan, which may keep"
-        )
-        raise ValueError(
-            f'alibi_distance must be "signed", slope * (j - i), or "absolute", -slope * |i - j|, with {keeps} keys '
-            f"after the query (j > i): both are published; got None"
-        )
+    if a.vectors.alibi_slopes is not None and a.alibi_distance is None:
+        held = Dense() if pattern is None else pattern
+        of_pattern = held if isinstance(held, Pattern) else None
+        check_ahead(of_pattern, plan.Q, plan.K, offset, "an array, a layout or a Plan")
     return Config(
         plan.row_extent, plan.column_extent, a.scale, offset, a.softcap, absolute=a.alibi_distance == "absolute"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,15 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gossamer import checks
+from gossamer.checks import Check, Wording, raise_first, real, whole
 from gossamer.jax import compat
 from gossamer.jax.tiling import Vectors
 from gossamer.kernels.launch import compute_dtype
-from gossamer.numbers import real, whole
-from gossamer.patterns.validate import show
-from gossamer.plan.problem import DISTANCES, MAX_HEAD, SCORE_TERMS, Problem, most_offset, within_positions
+from gossamer.plan.arguments import (
+    ACCEPTED,
+    FLOATS,
+    check_distance,
+    factor_checks,
+    listed_lengths,
+    offset_check,
+    shape_check,
+    size_checks,
+)
+from gossamer.plan.problem import SCORE_TERMS, Problem
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-ACCEPTED = "float16, bfloat16, float32 or float64"
 FORMS = "(N, D), (T, N, H) or (B, T, N, H)"
 Lengths: TypeAlias = Array | np.ndarray | Sequence[int]
 
@@ -40,19 +48,9 @@ class Arguments(NamedTuple):
     alibi_distance: str | None = None  # of DISTANCES
 
 
-class Wording(NamedTuple):
-    """What was given, explained in words."""
-
-    text: str
-
-
 def describe(value: Any) -> str:
     """What was given, for a message: the shape and dtype of an array, the repr of anything else."""
-    if isinstance(value, Wording):
-        return value.text
-    if isinstance(value, (Array, np.ndarray, jax.ShapeDtypeStruct)):
-        return f"shape {tuple(value.shape)}, {value.dtype}"
-    return f"{show(value)} ({type(value).__name__})"
+    return f"shape {tuple(value.shape)}, {value.dtype}" if is_array(value) else checks.describe(value)
 
 
 def is_array(x: Any) -> bool:
@@ -92,10 +90,21 @@ def as_given(out: Array, lse: Array, dims: int) -> tuple[Array, Array]:
     return out.squeeze(missing), lse.squeeze(missing)
 
 
-def arguments_of(
-    q: Any, k: Any, v: Any, *, scale: Any, q_offset: Any, key_lengths: Any, softcap: Any, sink_logits: Any,
-    alibi_slopes: Any, implementation: Any, deterministic: Any, names: Sequence[str], alibi_distance: Any = None,
-) -> Arguments:  # fmt: skip
+class AttentionOptions(NamedTuple):
+    """The options of a call of `attention`, as they may be given: its documentation says what they mean."""
+
+    scale: Any = None
+    q_offset: Any = None
+    key_lengths: Any = None
+    softcap: Any = None
+    sink_logits: Any = None
+    alibi_slopes: Any = None
+    alibi_distance: Any = None
+    implementation: Any = None
+    deterministic: Any = False
+
+
+def arguments_of(q: Any, k: Any, v: Any, o: AttentionOptions, names: Sequence[str]) -> Arguments:
     """The arguments of a call, checked.
 
     Raises:
@@ -112,10 +121,10 @@ def arguments_of(
     dims = q.ndim
     q, k, v = in_four(q), in_four(k), in_four(v)
     (B, Q, _, D), K = q.shape, k.shape[1]
-    vectors = Vectors(_lengths(key_lengths, B), *(None if x is None else x for x in (sink_logits, alibi_slopes)))
-    _raise_first(_checks(q, k, v, vectors))
-    q, scale = with_number(q, scale)
-    scale, q_offset, softcap = numbers(scale, q_offset, softcap, Q, K, D, str(q.dtype))
+    lengths, sinks, slopes = vectors = Vectors(_lengths(o.key_lengths, B), o.sink_logits, o.alibi_slopes)
+    raise_first(_checks(q, k, v, vectors), describe)
+    q, scale = with_number(q, o.scale)
+    scale, q_offset, softcap = numbers(scale, o.q_offset, o.softcap, Q, K, D, str(q.dtype))
     k, v = (x if len(x) == B else jnp.broadcast_to(x, (B, *x.shape[1:])) for x in (k, v))
     for name, x in (("query", q), ("key", k), ("value", v)):
         if axes := compat.explicit_axes(x):
@@ -123,33 +132,19 @@ def arguments_of(
                 f"{name} must not be sharded over explicit mesh axes, of which attention has no rule; it is over "
                 f"{', '.join(axes)}: call attention inside jax.shard_map, or make the mesh with AxisType.Auto"
             )
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"implementation must be None or one of {', '.join(names)}; got {describe(implementation)}")
-    check_flags(deterministic=deterministic)
-    known = alibi_distance is None or (isinstance(alibi_distance, str) and alibi_distance in DISTANCES)
-    wanted = 'be "signed", slope * (j - i), "absolute", -slope * |i - j|, or None'
-    _raise_first([(known, "alibi_distance", alibi_distance, wanted)])
-    without = alibi_distance is None or alibi_slopes is not None
-    _raise_first([(without, "alibi_distance", alibi_distance, "be None without alibi_slopes")])
+    named = o.implementation is None or o.implementation in names
+    raise_first([(named, "implementation", o.implementation, f"be None or one of {', '.join(names)}")], describe)
+    check_flags(deterministic=o.deterministic)
+    check_distance(o.alibi_distance, slopes is not None)
     wide = jnp.dtype(compute_dtype(str(q.dtype)))
-    lengths = vectors.key_lengths
     vectors = Vectors(
         None if lengths is None else _clamped(lengths, K),
-        None if sink_logits is None else jnp.asarray(sink_logits).astype(wide),
-        None if alibi_slopes is None else constant(jnp.asarray(alibi_slopes).astype(wide)),
+        None if sinks is None else jnp.asarray(sinks).astype(wide),
+        None if slopes is None else constant(jnp.asarray(slopes).astype(wide)),
     )
+    q_offset = K - Q if q_offset is None else q_offset
     return Arguments(
-        q,
-        k,
-        v,
-        scale,
-        K - Q if q_offset is None else q_offset,
-        softcap,
-        vectors,
-        dims,
-        implementation,
-        deterministic,
-        alibi_distance,
+        q, k, v, scale, q_offset, softcap, vectors, dims, o.implementation, o.deterministic, o.alibi_distance
     )
 
 
@@ -184,30 +179,20 @@ def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dty
     scale, softcap = (x if real(x) is None else real(x) for x in (scale, softcap))
     offset = whole(q_offset)
     q_offset = q_offset if offset is None else offset
-    _raise_first(_number_checks(scale, q_offset, softcap, Q, K, D, dtype))
+    raise_first(_number_checks(scale, q_offset, softcap, Q, K, D, dtype), describe)
     return Numbers(float(D**-0.5 if scale is None else scale), q_offset, None if softcap is None else float(softcap))
 
 
 def check_flags(**flags: Any) -> None:
     """Raises ValueError where one is not a bool."""
-    _raise_first((isinstance(x, bool), name, x, "be True or False") for name, x in flags.items())
+    raise_first(((isinstance(x, bool), name, x, "be True or False") for name, x in flags.items()), describe)
 
 
 def _lengths(x: Any, B: int) -> Any:
     """Key lengths in a list or a tuple as an array; anything else as it is."""
     if not isinstance(x, (list, tuple)):
         return x
-    wanted = f"key_lengths, a list, must hold B={B} integers, one for each batch element"
-    every = []
-    for one in x:
-        number = whole(one)
-        if number is None:
-            raise ValueError(f"{wanted}; it holds {describe(one)}")
-        every.append(number)
-    if len(every) != B:
-        raise ValueError(f"{wanted}; got {describe(x)}")
-    most = 2**31 - 1  # lengths over K are K, those under 0 are 0
-    return np.asarray([max(0, min(one, most)) for one in every], dtype=np.int32)
+    return np.asarray(listed_lengths("key_lengths", x, [whole(one) for one in x], B, describe), dtype=np.int32)
 
 
 def _clamped(x: Any, K: int) -> Array:
@@ -236,15 +221,6 @@ def _no_gradient(saved: None, cotangent: Array) -> Any:
 constant.defvjp(lambda slopes: (slopes, None), _no_gradient)
 
 
-Check = tuple[bool, str, Any, str]
-
-
-def _raise_first(checks: Iterable[Check]) -> None:
-    for right, name, given, accepted in checks:
-        if not right:
-            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
-
-
 def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     """(right, argument, value given, what it must do); each may rely on the ones before it."""
     for name, x in (("query", q), ("key", k), ("value", v)):
@@ -260,23 +236,13 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     _, K, G, _ = k.shape
     yield k.shape[3] == D, "key", k, f"have the head size of query, D={D}"
     yield v.shape[1:3] == (K, G), "value", v, f"have the positions and heads of key, (K, G) = {(K, G)}"
-    heads = Wording(f"G={G}, {describe(k)}")
-    yield H % G == 0, "key", heads, f"have a number of heads G that divides query's H={H}"
-    sizes = D, v.shape[3]
-    yield max(sizes) <= MAX_HEAD, "query and value", sizes, f"have head sizes D, E up to {MAX_HEAD}"
-    most = 2**31 - 2**16
-    yield max(Q, K) < most, "query and key", (Q, K), f"have fewer than 2**31 - 2**16 = {most} positions Q, K"
-    sizes_of = ("B", B), ("H", H), ("H", H)
-    for name, x, (letter, size) in zip(vectors._fields, vectors, sizes_of, strict=True):
+    yield from size_checks(("query", "key", "value"), H, G, (D, v.shape[3]), (Q, K), describe(k))
+    for name, x in zip(vectors._fields, vectors, strict=True):
         if x is None:
             continue
         array, lengths = isinstance(x, (Array, np.ndarray)), name == "key_lengths"
         yield array, name, x, f"be an array{', a list of integers' * lengths} or None"
-        shapes: list[tuple[int, ...]] = [(size,)]
-        wanted = f"have shape ({letter},) = ({size},)"
-        if name == "alibi_slopes":
-            shapes, wanted = [(H,), (B, H)], f"{wanted}, or (B, H) = {(B, H)}"
-        yield x.shape in shapes, name, x, wanted
+        yield shape_check(name, x, B, H)
         right = jnp.issubdtype(x.dtype, jnp.integer) if lengths else str(x.dtype) in FLOATS
         yield right, name, x, "be integers" if lengths else f"be {ACCEPTED}"
 
@@ -285,27 +251,11 @@ def _number_checks(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: i
     for name, x in (("scale", scale), ("softcap", softcap)):
         kinds = "a number, an array of floats without dimensions" if name == "scale" else "a number that is known"
         yield x is None or isinstance(x, float), name, x, f"be {kinds}, or None"
-    yield from _factors(scale, softcap, D, jnp.finfo(compute_dtype(dtype)))
-    yield (
-        q_offset is None or type(q_offset) is int,
-        "q_offset",
-        q_offset,
-        "be an int or None: it says where the layout's pairs are",
-    )
+    yield from factor_checks(scale, softcap, D, dtype)
+    known = q_offset is None or type(q_offset) is int
+    yield known, "q_offset", q_offset, "be an int or None: it says where the layout's pairs are"
     if q_offset is not None:
-        yield abs(q_offset) <= most_offset(Q, K), "q_offset", q_offset, within_positions(Q, K)
-
-
-def _factors(scale: Any, softcap: Any, D: int, limits: Any) -> Iterator[Check]:
-    # Kernels multiply by up to 2 log2(e); s / softcap keeps its digits.
-    most, capped = float(limits.max) / 4, float(limits.max) ** 0.5
-    scale = D**-0.5 if scale is None else scale
-    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {limits.dtype} holds, or None for D ** -0.5"
-    yield abs(scale) <= most, "scale", scale, of_scale
-    of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {limits.dtype}, or None"
-    yield softcap is None or 1 / capped <= softcap <= capped, "softcap", softcap, of_cap
-    if softcap is not None:
-        yield abs(scale) / softcap <= most, "scale / softcap", scale / softcap, f"be up to {most:.1e}"
+        yield offset_check(q_offset, Q, K)
 
 
 def is_empty(q: Any, k: Any) -> bool:

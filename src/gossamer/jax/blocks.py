@@ -7,17 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from gossamer.checks import show, whole
 from gossamer.jax import device_arrays
 from gossamer.jax.arguments import describe, shape_of
 from gossamer.jax.plan import Label, Plan, without_tiles
 from gossamer.jax.tiles import FULL, INTERVAL, Extent, TileLists, Walked
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.walk import TileList, Walk
-from gossamer.numbers import whole
 from gossamer.patterns import Dense, Pattern
 from gossamer.patterns.reach import EVERY_KEY, Bounds
-from gossamer.patterns.validate import show
-from gossamer.plan.problem import most_offset, within_positions
+from gossamer.plan.arguments import most_offset, within_positions
 
 RULED = "Dense, Causal, Local, SlidingWindow without sinks, or any & of them"
 

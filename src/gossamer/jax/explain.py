@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from gossamer.jax.api import NAMES, Distance, asked_of, config_of
-from gossamer.jax.arguments import Lengths, arguments_of, problem_of
+from gossamer.jax.arguments import AttentionOptions, Lengths, arguments_of, problem_of
 from gossamer.jax.plan import plan_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.plan.problem import Problem
@@ -73,11 +73,10 @@ def explain(
         >>> print(gsj.explain(q, q, q, gs.SlidingWindow(128)).implementation)
         blocked, in lax
     """
-    a = arguments_of(
-        query, key, value, scale=scale, q_offset=q_offset, key_lengths=key_lengths, softcap=softcap,
-        sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic,
-        names=NAMES, alibi_distance=alibi_distance,
-    )  # fmt: skip
+    options = AttentionOptions(
+        scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation, deterministic
+    )
+    a = arguments_of(query, key, value, options, NAMES)
     q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
     plan = plan_of(pattern, asked)

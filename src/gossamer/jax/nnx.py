@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from gossamer.checks import integer
 from gossamer.jax.api import attention
 from gossamer.jax.plan import Plan
-from gossamer.patterns.validate import integer
 
 
 class MultiHeadAttention(nnx.Module):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gossamer.checks import show
 from gossamer.jax import compat
 from gossamer.jax.arguments import check_flags, describe, is_array, numbers, shape_of
 from gossamer.jax.kernels import recipes
@@ -22,7 +23,7 @@ from gossamer.layouts.build import build
 from gossamer.layouts.dense import from_dense
 from gossamer.memo import Memo
 from gossamer.patterns import CSR, Dense, Pattern
-from gossamer.patterns.validate import show
+from gossamer.plan.arguments import instead
 from gossamer.plan.problem import Problem
 
 EMBEDDED = 2**20  # bytes of lists that a program may hold as constants without a warning
@@ -296,14 +297,8 @@ def resolved_pattern(pattern: Any, B: int, H: int, Q: int, K: int) -> Pattern | 
 
 def _instead(given: Any) -> str:
     """What to give instead of something that is no pattern, for the end of a message."""
-    if hasattr(given, "tocoo"):
-        return "; CSR.from_scipy(matrix) takes a scipy sparse matrix"
-    if isinstance(given, type) and issubclass(given, Pattern):
-        return f"; this is a class, {given.__name__}(...) is a pattern"
-    if isinstance(given, (list, tuple)) and given and all(isinstance(p, Pattern) for p in given):
-        return "; PerHead(patterns) gives each query head its own, PerBatch(patterns) each batch element"
-    if isinstance(given, (bool, str)):
-        return "; causal attention is Causal(), a window SlidingWindow.of_size(W)"
+    if known := instead(given):
+        return known
     if type(given).__module__.startswith("jax.experimental.pallas"):
         return "; from_splash(mask) takes a mask of splash attention"
     package, _, room = type(given).__module__.partition(".")

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from gossamer.checks import real, sized, whole
 from gossamer.jax import compat
 from gossamer.jax.api import attention
 from gossamer.jax.arguments import describe
-from gossamer.numbers import real, sized, whole
 from gossamer.patterns import CSR
 from gossamer.patterns.csr import MOST_PAIRS
 from gossamer.patterns.grid import ranges

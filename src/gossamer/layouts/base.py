@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
-from gossamer.patterns.validate import show
+from gossamer.checks import show
 
 OF_EACH = "of each sequence"
 Array = Any  # numpy.ndarray or torch.Tensor

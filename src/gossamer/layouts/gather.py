@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gossamer.checks import show
 from gossamer.layouts.base import Array, Layout, WalkArrays
 from gossamer.layouts.work_list import FEWEST_TILES, PARTS_PER_PROCESSOR
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import WORD, ranges, unpack_bits
 from gossamer.patterns.pairs import PAIRS_AT_ONCE, pair_chunks
-from gossamer.patterns.validate import show
 
 # Rows that are gathered for together, and how many columns are gathered at a time for each.
 WIDTHS = {1: 1, 16: 32, 32: 32, 64: 64}

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.checks import show, whole
 from gossamer.layouts.base import Array, WalkArrays
-from gossamer.numbers import whole
 from gossamer.patterns.grid import WORD, ranges, unpack_bits
-from gossamer.patterns.validate import show
 
 # The lists of a walk, in the order in which kernels visit them.
 KINDS = ("full", "interval", "bits")

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gossamer.numbers import sized
+from gossamer.checks import show, sized
 from gossamer.particles.edges import edge_of
 from gossamer.particles.geometry import BITS, EXPONENT, Sizes, times, unit_of
 from gossamer.particles.laws import positive
-from gossamer.patterns.validate import show
 
 FAR_SMALLER = 2.0**16  # so many times
 LARGEST = 2.0**120  # size of a box that is periodic, in radii: float32 has its multiples

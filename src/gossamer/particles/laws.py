@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gossamer.numbers import real
+from gossamer.checks import real, show
 from gossamer.particles.kernels.radial.configurations import NUMBERS
 from gossamer.particles.kernels.radial.functions import digest, result
 from gossamer.particles.kernels.radial.gravity import ROOT, long_root
-from gossamer.patterns.validate import show
 
 
 class Values(NamedTuple):

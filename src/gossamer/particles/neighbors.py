@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gossamer.checks import integer
 from gossamer.layouts.base import Array
 from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
 from gossamer.particles.groups import Groups, room_of
-from gossamer.patterns.validate import integer
 
 ROOM = 1.25  # for as many neighbours over those that there are
 LIKELY, FEW = 8, 512  # columns of a group for each of a capacity that is given, and more

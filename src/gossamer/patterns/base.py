@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from gossamer.checks import integer, optional_integer, show
 from gossamer.patterns.grid import (
     ELEMENTS_AT_ONCE,
     EMPTY,
@@ -33,7 +34,6 @@ from gossamer.patterns.grid import (
 )
 from gossamer.patterns.handles import give_handle
 from gossamer.patterns.reach import Rule
-from gossamer.patterns.validate import integer, optional_integer, show
 
 if TYPE_CHECKING:
     from gossamer.layouts import BlockLayout

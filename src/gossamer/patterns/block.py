@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.checks import array, boolean, digest, integer
 from gossamer.patterns.base import Pattern, Tiles
 from gossamer.patterns.dense import Causal
 from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, combine_ids, distinct, ranges
-from gossamer.patterns.validate import array, boolean, digest, integer
 
 
 class TileCounts(NamedTuple):

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gossamer.checks import show
 from gossamer.patterns.base import Intervals, Pairs, Pattern, Tiles, above
 from gossamer.patterns.grid import FULL, MIXED, Grid, Sizes, combine_ids, distinct
 from gossamer.patterns.reach import Rule
-from gossamer.patterns.validate import show
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.checks import array, digest, integer, show
 from gossamer.patterns.base import Pairs, Pattern, above
 from gossamer.patterns.block import Counted, TileCounts
 from gossamer.patterns.grid import WORD, Grid, Sizes, distinct, ranges
 from gossamer.patterns.pairs import pair_chunks
 from gossamer.patterns.tiles import count_pairs
-from gossamer.patterns.validate import array, digest, integer, show
 
 # A layout of them could not be addressed.
 MOST_PAIRS = 2**31 - 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gossamer.checks import integer
 from gossamer.patterns.base import Offsets
 from gossamer.patterns.grid import Sizes
 from gossamer.patterns.reach import Reach, Rule, rule
-from gossamer.patterns.validate import integer
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.checks import integer, show
 from gossamer.patterns.base import Pattern, Tiles
 from gossamer.patterns.compose import PerHead
 from gossamer.patterns.dense import Causal
 from gossamer.patterns.grid import Grid, Sizes, combine_ids
-from gossamer.patterns.validate import integer, show
 from gossamer.patterns.window import Local
 
 

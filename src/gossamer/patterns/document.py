@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gossamer.checks import array, digest
 from gossamer.patterns.base import Intervals, Pattern, Tiles
 from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, ranges
-from gossamer.patterns.validate import array, digest
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from gossamer.patterns.validate import show
+from gossamer.checks import show
 
 if TYPE_CHECKING:
     from gossamer.patterns.base import Pattern

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.numbers import whole
+from gossamer.checks import integer, show, whole
 from gossamer.patterns.base import OFFSETS_LISTED, Pairs, Pattern, Tiles
 from gossamer.patterns.grid import Grid, Sizes, combine_ids, distinct, ranges
-from gossamer.patterns.validate import integer, show
 
 BORDERS = ("cut", "shift")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.checks import raised, show
 from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import Sizes
-from gossamer.patterns.validate import raised, show
 
 _PROCESS = object()  # an address means nothing to another process, nor after its function is gone
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gossamer.checks import digest, show
 from gossamer.patterns.base import Pattern, above
 from gossamer.patterns.compose import And, Or
 from gossamer.patterns.csr import CSR, MOST_PAIRS, _listed
-from gossamer.patterns.validate import digest, show
 
 # Pairs that another pattern may add to those of a graph: more are no list.
 MOST_JOINED = 2**26

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.checks import array, digest, show
 from gossamer.patterns.base import Pairs, Pattern, Tiles
 from gossamer.patterns.grid import EMPTY, MIXED, Grid, Sizes, ranges
-from gossamer.patterns.validate import array, digest, show
 from gossamer.patterns.window import FirstKeys
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.checks import array, digest, integer, optional_integer, show
 from gossamer.patterns.base import Intervals, Pattern, Tiles
 from gossamer.patterns.dilated import Dilated
 from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, all_tiles, combine_ids
 from gossamer.patterns.reach import Reach, Rule, rule
-from gossamer.patterns.validate import array, digest, integer, optional_integer, show
 
 
 @dataclass(frozen=True, eq=False)

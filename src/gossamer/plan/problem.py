@@ -9,18 +9,6 @@ from dataclasses import dataclass, replace
 
 # "alibi_distance" is there where slopes count |i - j|, which is not what they count without it.
 SCORE_TERMS = ("q_offset", "key_lengths", "softcap", "sink_logits", "alibi_slopes", "alibi_distance")
-DISTANCES = ("signed", "absolute")  # of ALiBi: what a slope is multiplied by is j - i, or -|i - j|
-MAX_HEAD = 4096  # of D and of E
-
-
-def most_offset(Q: int, K: int) -> int:
-    """The largest q_offset of either sign: positions and distances are 32-bit integers, in tiles that reach further."""
-    return 2**31 - 2**16 - max(Q, K)
-
-
-def within_positions(Q: int, K: int) -> str:
-    """What a q_offset must be, for a message."""
-    return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
 
 
 class Unsupported(ValueError):

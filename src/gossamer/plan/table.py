@@ -9,8 +9,6 @@ from typing import cast
 from gossamer.plan.capability import Candidate
 
 NAMES = ("small", "hopper", "triton", "blocked", "reference")
-# By the names of before, which are accepted with a DeprecationWarning; rows of benchmarks keep what they recorded.
-RENAMED = {"dense": "small"}
 
 LAYOUTS = ("dense", "packed_mask", "block")
 

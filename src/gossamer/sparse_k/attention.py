@@ -7,15 +7,14 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from gossamer.checks import boolean, integer
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.patterns.validate import boolean, integer
 from gossamer.sparse_k.autograd import gated_forward
 from gossamer.sparse_k.launch.problem import Gate
 from gossamer.sparse_k.operator import last_topk, sparsek, sparsek_causal
-from gossamer.torch.scale import with_number
-from gossamer.torch.transforms import refuse_transforms
-from gossamer.torch.validate import (
+from gossamer.torch.arguments import (
     Arguments,
+    AttentionOptions,
     cast_type,
     check_types,
     describe,
@@ -23,6 +22,8 @@ from gossamer.torch.validate import (
     unbatched,
     validate,
 )
+from gossamer.torch.scale import with_number
+from gossamer.torch.transforms import refuse_transforms
 
 Keep = Literal["topk", "support"]
 SUPPORT = 4  # times k, for which lists of supports have room; of scores that are normal it is 1.1 to 2.5 times k
@@ -154,7 +155,7 @@ def check_call(
         Unsupported: a transform of torch.func, or forward mode, looks at the call.
     """
     number = None if isinstance(scale, Tensor) else scale
-    check_types(q, k, v, number, None, None, None, None, None, None)
+    check_types(q, k, v, AttentionOptions(number))
     refuse_transforms("sparsek_attention", q, k, v, u, scale)
     dims = q.ndim
     q, k, v = (x.to(cast_type(x) or x.dtype) for x in four_dimensional(q, k, v))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gossamer.checks import boolean
 from gossamer.patterns import Causal, Dense
-from gossamer.patterns.validate import boolean
 from gossamer.sparse_k.attention import sparsek_attention
 from gossamer.torch.api import attention
-from gossamer.torch.validate import describe
+from gossamer.torch.arguments import describe
 
 
 def attention_forward(

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gossamer.checks import integer
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.patterns.validate import integer
 from gossamer.sparse_k.attention import sparsek_attention
 from gossamer.sparse_k.cache import SparseKCache, add, empty
 from gossamer.sparse_k.launch.problem import Gate
+from gossamer.torch.arguments import describe
 from gossamer.torch.transforms import uncast
-from gossamer.torch.validate import describe
 
 GATES = ("v", "kv", "logit", None)
 SPAN = 1024  # positions over which a slope of 1 raises scores by 1

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.checks import whole
 from gossamer.kernels.packages import has_triton
-from gossamer.numbers import whole
 from gossamer.sparse_k.thresholds import causal_thresholds, threshold
+from gossamer.torch.arguments import describe
 from gossamer.torch.transforms import refuse_transforms
-from gossamer.torch.validate import describe
 
 
 class SparseK(NamedTuple):

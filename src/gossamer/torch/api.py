@@ -12,28 +12,29 @@ from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.arguments import (
+    BHND,
+    AttentionOptions,
+    Distance,
+    Layout,
+    Lengths,
+    describe,
+    is_bshd,
+    is_handle,
+    options_of,
+    unbatched,
+    vectors_of,
+)
 from gossamer.torch.calls import call_of, known, read_q_offset
 from gossamer.torch.decoding import growing_call
+from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
 from gossamer.torch.reorder import orders, permuted
-from gossamer.torch.request import (
-    DENSE,
-    Request,
-    current_name,
-    is_deterministic,
-    key_of,
-    lengths,
-    plain,
-    request_of,
-    resolve_pattern,
-    slopes,
-    wide,
-)
+from gossamer.torch.request import DENSE, Request, request_of, resolve_pattern
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Distance, Layout, Lengths, describe, is_bshd, is_handle, options_of, unbatched
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -61,18 +62,6 @@ def attention(
     return_lse: Literal[True], merge: str | None = None, implementation: str | None = None,
     deterministic: bool | None = None, layout: Layout = BHND,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor,
-    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
-    scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
-    key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, alibi_distance: Distance | None = None,
-    return_lse: bool, merge: str | None = None, implementation: str | None = None,
-    deterministic: bool | None = None, layout: Layout = BHND,
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(
@@ -184,77 +173,71 @@ def attention(
         pattern = pattern_of(pattern)
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
-    if merge is not None:
-        return _merged(
-            q, k, v, pattern, merge, return_lse, scale=scale, q_offset=q_offset, key_starts=key_starts,
-            key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
-            alibi_distance=alibi_distance, implementation=implementation, deterministic=deterministic, layout=layout,
-        )  # fmt: skip
-    key = None
-    if not compiling:
-        deterministic = is_deterministic(deterministic)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    key: Key | None = None
+    vectors: Vectors | tuple[()] = ()
+    if merge is None and not key_lengths is sink_logits is alibi_slopes is None:
+        vectors = vectors_of(q, key_lengths, sink_logits, alibi_slopes)
+    if not compiling and merge is key_starts is None and (vectors or alibi_distance is None):
         which = DENSE if pattern is None else pattern
-        vectors: Vectors | tuple[()] = ()
-        if not key_lengths is sink_logits is alibi_slopes is None:
-            key_lengths = lengths(key_lengths, q)
-            sink_logits, alibi_slopes = wide(sink_logits, q), slopes(alibi_slopes, q)
-            vectors = Vectors(key_lengths, sink_logits, alibi_slopes)
-        options = scale, q_offset, softcap, implementation, deterministic
-        if key_starts is None and (vectors or alibi_distance is None):
-            key = key_of(q, k, v, which, *options, vectors, bshd, alibi_distance)
+        numbers = scale, q_offset, softcap, implementation, deterministic
+        key = key_of(q, k, v, which, *numbers, vectors, bshd, alibi_distance)
         call: Any = None if key is None else known.get(key)
         if call is None and key is not None and q.ndim == 4 and q.shape[1 if bshd else 2] == 1:
-            call = growing_call(q, k, v, which, *options, vectors, bshd)
+            call = growing_call(q, k, v, which, *numbers, vectors, bshd)
         if call is not None:
             out, lse = call(q, k, v, *vectors)
             return (out, lse) if return_lse else out
-    request = request_of(
-        q, k, v, pattern, scale=scale, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
-        softcap=softcap, sink_logits=sink_logits, alibi_slopes=alibi_slopes, implementation=implementation,
-        deterministic=deterministic, bshd=bshd, alibi_distance=alibi_distance,
+    options = AttentionOptions(
+        scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
+        deterministic, layout,
     )  # fmt: skip
-    out, lse = _run(request, None if request.expanded else key)
+    if merge is None:
+        out, lse = _run(request_of(q, k, v, pattern, options, vectors), key)
+    else:
+        out, lse = _merged(q, k, v, pattern, merge, options)
     return (out, lse) if return_lse else out
 
 
-def _run(request: Request, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:
+def _run(request: Request, key: Key | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a request, with as many dimensions as were given; what computes it is kept by the key."""
-    a, attended, dims, *_ = request
+    a, attended, *_ = request
     pattern, back = attended.alive, None
     if isinstance(pattern, ReorderedCSR):
         q, k, v = permuted(pattern, a.q, a.k, a.v, a.key_lengths, a.alibi_slopes)
         a, back, key = a._replace(q=q, k=k, v=v), orders(pattern, q.device).back, None
         attended = resolve_pattern(pattern.inner, q)
-    if not torch.compiler.is_compiling() and plain(a.q, a.k, a.v, a.sink_logits):
-        request = read_q_offset(Request(a, attended, dims if key is not None else 4))
+    if a.expanded:  # what is kept by the key would be run with k and v as they were given
+        key = None
+    if not torch.compiler.is_compiling() and (key is not None or plain(a.q, a.k, a.v, a.sink_logits)):
+        request = read_q_offset(Request(a, attended))
         out, lse = call_of(request, key)(a.q, a.k, a.v, *request.more)
     else:
         out, lse = forward_op(
             a.q, a.k, a.v, list(attended.data), list(attended.geometry), attended.handle, *options_of(a)
         )
-    out, lse = unbatched(out, lse, dims, a.bshd)
+    out, lse = unbatched(out, lse, a.dims, a.bshd)
     if back is not None:
-        rows = -3 if a.bshd and dims > 2 else -2
+        rows = -3 if a.bshd and a.dims > 2 else -2
         out, lse = out.index_select(rows, back), lse.index_select(-1, back)
     return out, lse
 
 
 def _merged(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Any, merge: str, return_lse: bool, sink_logits: Tensor | None,
-    layout: Layout, **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with `merge`; the sinks join once, with the first term."""
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, merge: str, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of `attention` with `merge`; the sinks join once, with the first term."""
     if merge != "lse":
         raise ValueError(f'merge must be None or "lse"; got {describe(merge)}')
-    options["implementation"] = current_name(options["implementation"])
     if is_handle(pattern) and not torch.compiler.is_compiling():
         pattern = pattern_of(pattern)
     outs, lses = [], []
     for term in branches_of(pattern):
-        out, lse = attention(q, k, v, term, sink_logits=sink_logits, return_lse=True, layout=layout, **options)
-        turned = lse.ndim > 1 and is_bshd(layout)  # `merge` wants lse in the order of out's rows
+        out, lse = attention(q, k, v, term, return_lse=True, **options._asdict())
+        turned = lse.ndim > 1 and is_bshd(options.layout)  # `merge` wants lse in the order of out's rows
         outs.append(out)
         lses.append(lse.mT if turned else lse)
-        sink_logits = None
+        options = options._replace(sink_logits=None)
     out, lse = merge_results(outs, lses)
-    return (out, lse.mT if turned else lse) if return_lse else out
+    return out, lse.mT if turned else lse

@@ -7,7 +7,7 @@ is one look-up and one run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
+from gossamer.checks import raise_first
 from gossamer.kernels.launch import (
     INPUTS,
     NO_VECTORS,
@@ -24,6 +25,7 @@ from gossamer.kernels.launch import (
     Operand,
     Prepared,
     Vectors,
+    compact,
     operand_of,
     with_own,
 )
@@ -31,10 +33,13 @@ from gossamer.kernels.parts import PartitionedCall, Selection
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
+from gossamer.plan.arguments import offset_check
 from gossamer.plan.plan import Plan
-from gossamer.plan.problem import Unsupported, most_offset, within_positions
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.arguments import Arguments, check_mask, four_dimensional, is_empty, options_of, unbatched, validate
 from gossamer.torch.bind import bind
 from gossamer.torch.given_layouts import check_layout, layout_from
+from gossamer.torch.key import Key, alignment, plain
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
@@ -48,16 +53,7 @@ from gossamer.torch.planning import (
     scoring_of,
     select_layout,
 )
-from gossamer.torch.request import Key, Request, ResolvedPattern, alignment, plain, results_in_bshd
-from gossamer.torch.validate import (
-    Arguments,
-    check_mask,
-    four_dimensional,
-    is_empty,
-    options_of,
-    unbatched,
-    validate,
-)
+from gossamer.torch.request import Request, ResolvedPattern
 
 MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the gradients that it is given
 
@@ -80,8 +76,9 @@ def call_of(request: Request, key: Key | None = None) -> Call:
             return found
     kind = EmptyCall if is_empty(request.arguments) else DataCall if request.attended.data else Call
     call = kind(request)
-    bshd = request.arguments.bshd and as_given
-    known.put(key, Unbatched(call, request.dims, bshd) if bshd or request.dims != 4 else call, call.bytes)
+    dims, bshd = request.arguments.dims, request.arguments.bshd
+    turned = as_given and (bshd or dims != 4)
+    known.put(key, Unbatched(call, dims, bshd) if turned else call, call.bytes)
     return call
 
 
@@ -108,9 +105,8 @@ def read_q_offset(request: Request) -> Request:
     if a.q_offset_tensor is None:
         return request
     validate(a)
-    q_offset, Q, K = int(a.q_offset_tensor), a.q.shape[2], a.k.shape[2]
-    if abs(q_offset) > most_offset(Q, K):
-        raise ValueError(f"q_offset must {within_positions(Q, K)}; got a tensor of {q_offset}")
+    q_offset = int(a.q_offset_tensor)
+    raise_first([offset_check(q_offset, a.q.shape[2], a.k.shape[2])], lambda given: f"a tensor of {given}")
     return request._replace(arguments=a._replace(q_offset=q_offset, q_offset_tensor=None))
 
 
@@ -312,6 +308,18 @@ def gradients_by_operator(
         dout, dlse, a.q, a.k, a.v, out, lse, list(t.data), list(t.geometry), t.handle, *options_of(a)
     )
     return (*gradients, dsink) if a.sink_logits is not None else tuple(gradients)
+
+
+def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> dict[str, Operand]:
+    """The results of a direction as they lie in memory of (B, positions, heads, size), by name."""
+    q, k, v = (operands[name] for name in ("q", "k", "v"))
+    (*rows, _), (*_, columns) = q.shape, v.shape
+    of = {"out": (*rows, columns)} if direction == "forward" else {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    found = {}
+    for name, (B, heads, N, size) in of.items():
+        batch, row, head, one = compact((B, N, heads, size))
+        found[name] = Operand(q.dtype, (B, heads, N, size), (batch, head, row, one))
+    return found
 
 
 class Differentiated(Protocol):

@@ -18,14 +18,16 @@ from torch.cuda import is_current_stream_capturing
 from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors
 from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, SlidingWindow
+from gossamer.plan.arguments import most_offset
 from gossamer.plan.plan import Plan
-from gossamer.plan.problem import Unsupported, most_offset
+from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import NAMES, load
+from gossamer.torch.arguments import Arguments, four_dimensional, unbatched
 from gossamer.torch.calls import Call, call_of, known
+from gossamer.torch.key import alignment, differentiable
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import growing
-from gossamer.torch.request import DENSE, Request, ResolvedPattern, alignment, differentiable
-from gossamer.torch.validate import Arguments, four_dimensional, unbatched
+from gossamer.torch.request import DENSE, Request, ResolvedPattern
 
 RANGE = 128  # numbers of keys that share a launch
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it

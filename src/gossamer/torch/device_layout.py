@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.layouts.base import OF_EACH
+from gossamer.torch.arguments import BHND, AttentionOptions, Layout, Lengths, offset
 from gossamer.torch.request import asks_for_structure, request_of
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Layout, Lengths, is_bshd, offset
 
 
 def device_layout(
@@ -58,11 +58,11 @@ def device_layout(
             "pattern must be DocumentIds, BlockIndices, Indices or joined with them, or PackedSequences, or key_starts "
             "or a q_offset of (B,) given: nothing in these arguments is made on the device"
         )
-    request = request_of(
-        q, k, v, pattern, scale=None, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
-        softcap=softcap, sink_logits=sink_logits, alibi_slopes=None, implementation=implementation,
-        deterministic=deterministic, bshd=is_bshd(layout),
+    options = AttentionOptions(
+        q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits,
+        implementation=implementation, deterministic=deterministic, layout=layout,
     )  # fmt: skip
+    request = request_of(q, k, v, pattern, options)
     made = request.attended.alive
     assert isinstance(made, (BlockLayout, GatherLayout))
     held: Any = made.K - made.Q if q_offset is None else offset(q_offset)

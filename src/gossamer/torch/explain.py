@@ -21,7 +21,8 @@ from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.plan.tabular import aligned
-from gossamer.torch.calls import read_q_offset
+from gossamer.torch.arguments import BHND, AttentionOptions, Distance, Layout, Lengths, cast_type, describe, is_handle
+from gossamer.torch.calls import read_q_offset, results_in_bshd
 from gossamer.torch.decoding import for_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import TorchEdge
@@ -36,10 +37,9 @@ from gossamer.torch.planning import (
     select_layout,
 )
 from gossamer.torch.reorder import check_order
-from gossamer.torch.request import Request, request_of, results_in_bshd
+from gossamer.torch.request import Request, request_of
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import BHND, Distance, Layout, Lengths, cast_type, describe, is_bshd, is_handle
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -317,12 +317,11 @@ def explain(
         q, scale = with_number(q, scale)
     scaled = {"q": "scale, a tensor, is multiplied into it"} if q is not given else {}
     reordered = pattern if isinstance(pattern, ReorderedCSR) else None
-    request = request_of(
-        q, k, v, pattern if reordered is None else reordered.inner, scale=scale, q_offset=q_offset,
-        key_starts=key_starts, key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits,
-        alibi_slopes=alibi_slopes, implementation=implementation, deterministic=deterministic, bshd=is_bshd(layout),
-        alibi_distance=alibi_distance,
+    options = AttentionOptions(
+        scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
+        deterministic, layout,
     )  # fmt: skip
+    request = request_of(q, k, v, pattern if reordered is None else reordered.inner, options)
     if reordered is not None:
         check_order(reordered, request.arguments.q, request.arguments.k, request.arguments.key_lengths, alibi_slopes)
     request, cast = _after_autocast(request)
@@ -330,9 +329,9 @@ def explain(
     again += ["autocast casts the inputs"] * bool(cast)
     usual = plan_for(request.arguments, request.attended.geometry)
     request = read_q_offset(request)
-    a, attended, dims, *_ = request
+    a, attended, *_ = request
     q, k, v, backward = a.q, a.k, a.v, a.backward
-    plan = usual if again or dims != 4 else for_one_query(usual, a, attended.alive)
+    plan = usual if again or a.dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     actual = problem_of(a, attended.geometry)
     check_rows(actual, scoring, attended.handle)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.checks import Wording
 from gossamer.layouts import BlockLayout, GatherLayout, GatherWalk, TileList, Walk
 from gossamer.layouts.gather import WIDTHS, queries_of
 from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.patterns.grid import WORD, ranges
-from gossamer.torch.validate import OTHER_LAYOUT, Wording, describe
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.arguments import OTHER_LAYOUT, Arguments, describe
 
 Given = BlockLayout | GatherLayout
 ARRAYS_PER_GATHER = 4
@@ -149,3 +151,31 @@ def _index_checks(walk: Walk) -> Iterator[tuple[bool, str, Any, str]]:
         seen.append(row * C + column)
     every = torch.cat(seen)
     yield len(every.unique()) == len(every), "no tile", Wording("one that is listed twice"), "listed twice"
+
+
+def at_offset_of(layout: Given, a: Arguments) -> Arguments:
+    """The arguments of a call with the offset that its layout was made with, which only distances read.
+
+    Raises:
+        ValueError: another one is given; `Unsupported` for distances where each sequence has its own.
+    """
+    held, given = layout.q_offset, a.q_offset if a.q_offset_tensor is None else a.q_offset_tensor
+    if held is None:
+        return a
+    slopes, of_each = a.alibi_slopes is not None, isinstance(held, str)
+    if slopes and of_each:
+        raise Unsupported(
+            "alibi_slopes must be None with a BlockLayout in which each sequence has an offset of its own: distances "
+            "need one for all"
+        )
+    known = not of_each and not isinstance(held, Tensor)
+    if known and isinstance(given, Tensor) and a.counted and not given.is_meta and given.numel() == 1:
+        given = int(given)  # as it would be, when the call runs
+    if given is not None and (not known or isinstance(given, Tensor) or given != held):
+        raise ValueError(
+            f"q_offset must be left out with a BlockLayout that was made with {held if known else 'offsets in tensors'}"
+            f"; got {describe(given)}"
+        )
+    if not slopes:
+        return a._replace(q_offset=None, q_offset_tensor=None)
+    return a._replace(q_offset=held, q_offset_tensor=None) if known else a._replace(q_offset_tensor=held)

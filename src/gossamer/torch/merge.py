@@ -12,7 +12,7 @@ from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns import LongNet, Pattern
 from gossamer.patterns.compose import Or
 from gossamer.patterns.reordered import ReorderedCSR
-from gossamer.torch.validate import describe
+from gossamer.torch.arguments import describe
 
 
 class _Combine(torch.autograd.Function):

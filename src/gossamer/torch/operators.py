@@ -1,7 +1,7 @@
 """The operators `gossamer::forward` and `gossamer::backward`: opaque to a compiler, with fakes and a gradient.
 
 The gradient is an own autograd function on the Autograd key, which costs a third of what `register_autograd` costs a
-call; where nothing could want to see an operator, `attention` goes through none at all: see `request.plain`. What is
+call; where nothing could want to see an operator, `attention` goes through none at all: see `key.plain`. What is
 attended enters either as tensors (a layout or a mask: data, which may change from call to call) or as the handle of a
 pattern. Both directions look up the same calls as `attention` does.
 """
@@ -18,9 +18,10 @@ from torch.autograd import forward_ad
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
+from gossamer.torch.arguments import Arguments, options_of, validate
 from gossamer.torch.calls import Attention, call_of, gradients_by_operator, read_q_offset, vectors_and_data
-from gossamer.torch.request import Request, ResolvedPattern, differentiable
-from gossamer.torch.validate import Arguments, options_of, validate
+from gossamer.torch.key import differentiable
+from gossamer.torch.request import Request, ResolvedPattern
 
 _OPTIONS = (
     "Tensor[] layout, SymInt[] geometry, SymInt pattern, SymInt? q_offset, Tensor? q_offset_tensor, "

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gossamer.checks import show
 from gossamer.kernels.contract import Implementation, Scoring
 from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.parts import Selection
@@ -21,16 +22,14 @@ from gossamer.layouts import cached_gather, cached_layout
 from gossamer.layouts.cache import bytes_of
 from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
-from gossamer.patterns.ahead import keeps_ahead
-from gossamer.patterns.grid import Sizes
 from gossamer.patterns.handles import pattern_of
-from gossamer.patterns.validate import show
+from gossamer.plan.arguments import check_ahead
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
+from gossamer.torch.arguments import OTHER_LAYOUT, Arguments, check_mask, is_empty, validate
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.mask_layouts import dense_of, layout_of, packed_mask_of
-from gossamer.torch.validate import OTHER_LAYOUT, Arguments, check_mask, is_empty, validate
 
 logger = logging.getLogger("gossamer")
 
@@ -147,16 +146,8 @@ def check_distances(a: Arguments, scoring: Scoring, handle: int) -> None:
     """
     if a.alibi_slopes is None or a.alibi_distance is not None:
         return
-    Q, K = a.q.shape[2], a.k.shape[2]
-    if scoring.q_offset >= K - 1 or not min(Q, K):
-        return
-    if handle >= 0 and not keeps_ahead(pattern_of(handle), Sizes(Q, K, scoring.q_offset)):
-        return
-    which = f"{show(pattern_of(handle))}, which keeps" if handle >= 0 else "a mask or a layout, which may keep"
-    raise ValueError(
-        f'alibi_distance must be "signed", slope * (j - i), or "absolute", -slope * |i - j|, with {which} keys after '
-        f"the query (j > i): both are published; got None"
-    )
+    pattern = pattern_of(handle) if handle >= 0 else None
+    check_ahead(pattern, a.q.shape[2], a.k.shape[2], scoring.q_offset, "a mask or a layout")
 
 
 def check_sizes(a: Arguments, handle: int) -> None:

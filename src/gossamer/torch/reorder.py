@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.patterns.reordered import ReorderedCSR
+from gossamer.torch.arguments import describe
 from gossamer.torch.memory import hold_for_graphs, outlasting
-from gossamer.torch.validate import describe
 
 
 class Orders(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.torch.request import plain
-from gossamer.torch.validate import describe
+from gossamer.torch.arguments import describe
+from gossamer.torch.key import plain
 
 
 def with_number(q: Any, scale: Tensor) -> tuple[Any, float | None]:

@@ -10,7 +10,7 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.validate import cast_type
+from gossamer.torch.arguments import cast_type
 
 
 def refuse_transforms(name: str, *tensors: Any) -> None:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
-from gossamer.torch.request import differentiable
+from gossamer.torch.arguments import describe
+from gossamer.torch.key import differentiable
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure.base import Edges
 from gossamer.torch.structure.sequences import PackedSequences
-from gossamer.torch.validate import describe
 
 
 def varlen(

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import show
 from gossamer.integrations.transformers.attention_mask import NO_RULES, Attended, Mask
 from gossamer.integrations.transformers.device import ON_DEVICE, ONCE
 from gossamer.integrations.transformers.host import EVALUATED_PAIRS
 from gossamer.integrations.transformers.patterns import both
 from gossamer.patterns import Causal, Dense, Pattern
-from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
+from gossamer.torch.arguments import describe
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import describe
 
 Restriction = Pattern | Callable[[Any, int | None], Pattern | None] | None
 

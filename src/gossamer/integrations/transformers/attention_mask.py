@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from gossamer.checks import show
 from gossamer.integrations.transformers.certificate import certify
 from gossamer.integrations.transformers.device import (
     ON_DEVICE,
@@ -31,12 +32,11 @@ from gossamer.integrations.transformers.patterns import Keys, Shifted, both, of_
 from gossamer.integrations.transformers.reading import MaskFunction, Pairs, Same, Unreadable, read
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.patterns import Pattern
-from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
+from gossamer.torch.arguments import describe
 from gossamer.torch.device_layout import device_layout
-from gossamer.torch.request import differentiable
+from gossamer.torch.key import differentiable
 from gossamer.torch.structure import Structure
-from gossamer.torch.validate import describe
 
 # What a device asserts where nothing can be read.
 WRONG = (

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.checks import array, digest
 from gossamer.patterns import Causal, Dense, Dilated, Pattern, SlidingWindow
 from gossamer.patterns.base import Intervals
 from gossamer.patterns.compose import And, Not, Or
 from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes
-from gossamer.patterns.validate import array, digest
 
 
 class _OfArray(Pattern):

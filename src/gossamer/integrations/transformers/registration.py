@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from gossamer.checks import show
 from gossamer.integrations.transformers.attending import attention_function
 from gossamer.integrations.transformers.attention_mask import make_mask
 from gossamer.patterns import Pattern
-from gossamer.patterns.validate import show
 
 _ours: set[str] = set()
 

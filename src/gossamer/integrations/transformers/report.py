@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gossamer.integrations.transformers.attending import Call, listeners
 from gossamer.integrations.transformers.device import ONCE
+from gossamer.torch.arguments import describe
 from gossamer.torch.explain import Explanation
 from gossamer.torch.explain import explain as explain_call
-from gossamer.torch.validate import describe
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The lists are data: unsorted, with repeated and missing entries.
 
 from __future__ import annotations
 
+from gossamer.checks import show
 from gossamer.layouts.base import Array
 from gossamer.layouts.device.arrays import Arrays
 from gossamer.layouts.device.walks import (
@@ -18,7 +19,6 @@ from gossamer.layouts.device.walks import (
 )
 from gossamer.layouts.gather import TILE, WIDTHS, GatherLayout, GatherWalk, queries_of
 from gossamer.patterns.grid import WORD
-from gossamer.patterns.validate import show
 
 SPARSEST = 64  # keys for each entry of a group, up to which its union is marked in bits
 

@@ -15,9 +15,9 @@ HERE = "gossamer.particles.kernels"
 attention = Kernel(
     f"{HERE}.attention.entries:attention", ("particles/kernels/attention", "kernels/hopper/device"), parameters
 )
-radial = Kernel(f"{HERE}.radial.device.entries:radial", ("particles/kernels/radial", "numbers.py"))
+radial = Kernel(f"{HERE}.radial.device.entries:radial", ("particles/kernels/radial", "checks.py"))
 lists = Kernel(
-    f"{HERE}.neighbors.device.entries:lists", ("particles/kernels/neighbors", "particles/kernels/radial", "numbers.py")
+    f"{HERE}.neighbors.device.entries:lists", ("particles/kernels/neighbors", "particles/kernels/radial", "checks.py")
 )
 
 

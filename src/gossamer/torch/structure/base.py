@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import _C, Tensor
 
+from gossamer.checks import show
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import EVERY_KEY, MOST_REACHES, Bounds, Reach, Rule
-from gossamer.patterns.validate import show
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.validate import INTEGERS, describe, instead, whole
+from gossamer.torch.arguments import INTEGERS, describe, instead, whole
 
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
 UNIONS = f"any & and | of them, up to {MOST_REACHES} intervals a row"

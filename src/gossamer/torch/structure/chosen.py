@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.torch.arguments import INTEGERS, describe, whole
 from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure
-from gossamer.torch.validate import INTEGERS, describe, whole
 
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.checks import boolean
 from gossamer.patterns.reach import Bounds
-from gossamer.patterns.validate import boolean
+from gossamer.torch.arguments import INTEGERS, describe, whole
 from gossamer.torch.structure.base import (
     OF_INTEGERS,
     Edges,
@@ -20,7 +21,6 @@ from gossamer.torch.structure.base import (
     sorted_edges,
     vector_of,
 )
-from gossamer.torch.validate import INTEGERS, describe, whole
 
 
 class DocumentIds(Structure):

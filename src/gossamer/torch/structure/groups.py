@@ -10,8 +10,8 @@ from gossamer.layouts.gather import TILE, queries_of
 from gossamer.memo import Memo
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
+from gossamer.torch.arguments import Arguments, cast_type
 from gossamer.torch.planning import problem_of
-from gossamer.torch.validate import Arguments, cast_type
 
 Group = tuple[int, int]  # queries, and query heads of a key head; 0 heads: each row gathers for itself
 ALONE = (1, 0)

@@ -21,14 +21,15 @@ from gossamer.layouts.device import (
 )
 from gossamer.memo import Memo
 from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach
+from gossamer.plan.arguments import most_offset, within_positions
 from gossamer.plan.plan import plan_of
-from gossamer.plan.problem import Problem, Unsupported, most_offset, within_positions
+from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
+from gossamer.torch.arguments import INTEGERS, Arguments, cast_type, describe, validate
 from gossamer.torch.given_layouts import Given
 from gossamer.torch.planning import chip_of, problem_of
 from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
 from gossamer.torch.structure.groups import ALONE, group_of
-from gossamer.torch.validate import INTEGERS, Arguments, cast_type, describe, validate
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
 MANY = 4096  # keys of a call that is not small

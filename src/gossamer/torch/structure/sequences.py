@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from gossamer.checks import boolean, show
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import Bounds, Reach
-from gossamer.patterns.validate import boolean, show
 from gossamer.plan.problem import Unsupported
+from gossamer.torch.arguments import describe
 from gossamer.torch.structure.base import (
     ONE_BY_ONE,
     UNIONS,
@@ -25,7 +26,6 @@ from gossamer.torch.structure.base import (
     sorted_edges,
     vector_of,
 )
-from gossamer.torch.validate import describe
 
 
 class PackedSequences(Structure):

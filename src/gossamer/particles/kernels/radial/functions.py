@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gossamer.numbers import whole
+from gossamer.checks import whole
 
 CALLS = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "abs", "minimum", "maximum", "where")
 BRANCHES = (

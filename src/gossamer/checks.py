@@ -1,18 +1,81 @@
-"""Checks of constructor arguments: each names the argument, prints what was given and what is accepted."""
+"""Checks of arguments: each names the argument, prints what was given and what is accepted. No framework is needed."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import operator
 import reprlib
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from gossamer.numbers import whole
 
 SHOWN = 80  # characters of a value in a message
 SAID = 300  # characters of an error that a user's function raised
 BITS_SHOWN = 256  # of an integer; str() refuses those of thousands of digits
+
+Check = tuple[bool, str, Any, str]  # is it right, the argument, what was given, what it must do
+
+
+def whole(value: Any) -> int | None:
+    """`value` as an int if it is a whole number of any library (`operator.index`); None for all else, booleans too.
+
+    Every argument that is an int is read by this one. An array or tensor without dimensions that holds an integer is
+    such a number where its value is known.
+    """
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else int(value)
+    if str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def real(value: Any) -> float | None:
+    """`value` as a float if it is a real number whose value is known; None for all else, booleans too.
+
+    A number of Python or numpy, or an array of any library without dimensions. One that is traced has no value yet, and
+    one that asks for a gradient would lose it.
+    """
+    if hasattr(value, "shape"):
+        kind = str(value.dtype).rpartition(".")[2]
+        known = not len(value.shape) and kind.startswith(("int", "uint", "float", "bfloat"))
+        if not known or getattr(value, "requires_grad", False):
+            return None
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # of an int of Python
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def sized(value: Any) -> bool:
+    """Whether it is several numbers, not one: an iterable, or an array with dimensions."""
+    return len(value.shape) > 0 if hasattr(value, "shape") else isinstance(value, Iterable)
+
+
+class Wording(NamedTuple):
+    """What was given, explained in words."""
+
+    text: str
+
+
+def describe(value: Any) -> str:
+    """What was given, for a message: words as they are, the repr and the type of anything else."""
+    return value.text if isinstance(value, Wording) else f"{show(value)} ({type(value).__name__})"
+
+
+def raise_first(checks: Iterable[Check], describe: Callable[[Any], str] = describe) -> None:
+    """Raise ValueError for the first argument that is wrong; each check may rely on the ones before it."""
+    for right, name, given, accepted in checks:
+        if not right:
+            raise ValueError(f"{name} must {accepted}; got {describe(given)}")
 
 
 class _Short(reprlib.Repr):
