@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -138,8 +138,60 @@ class EdgeKinds(Opaque):
         return kind
 
 
+class Filled(NamedTuple):
+    """How far the rings of Q and dO are filled; they may have different numbers of stages."""
+
+    word: Int32  # this lane's of the description of the last 64 queries, see `Step`
+    v_pending: Int32  # 1 until the item's V is loaded
+    n: Int32  # stages of Q so far
+    m: Int32  # stages of dO so far
+    half: Int32  # of the n-th stage of Q and of the m-th of dO, the one that is filled next
+
+
+class Item(NamedTuple):
+    """An item: the keys of a tile of a key head."""
+
+    turn: Int32  # items before it
+    batch: Int32
+    group: Int32  # the key head
+    tile: Int32
+    keys: Int32  # that are attended, of the batch element
+    ragged: Int32  # 1 where the tile reaches past them
+    missing: Int32 | None  # as `Producer.missing_keys` gives it
+    started: Int32  # stages of Q before its first
+    segments: Int32  # how many it has
+
+
+class QueryTiles(NamedTuple):
+    """The tiles of a segment: of one query head, those of full lists first, then those of intervals, then of bits."""
+
+    share: Int32  # of the query heads of the key head
+    head: Int32  # the query head
+    lead: Int32  # its row in `lo` and `hi`
+    fulls: Int32  # full tiles
+    intervals: Int32  # tiles of intervals
+    total: Int32  # tiles of all three lists
+    at_full: Int32  # tile i of the segment is entry at_full + i of the lists, if it is a full one
+    at_interval: Int32
+    at_bits: Int32
+    lowest: Int32  # queries of intervals that keep any key of the item are of [lowest, highest)
+    highest: Int32
+    number: Int32  # of the item's segments, the first one's is 0
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries."""
+
+    kind: Int32  # a `Kind`
+    entry: Int32  # as `Step.ENTRY` is
+    at: Int32  # its entry in the lists
+
+
 class Producer(Opaque):
-    """The warp that takes items and loads K, V, and Q and dO of each step, by TMA."""
+    """The warp that takes items and loads K, V, and Q and dO of each step, by TMA.
+
+    A step has 64 queries or, where its two halves are filled one after the other, 128.
+    """
 
     def __init__(self, block: TileColumnBlock, work: ColumnWork) -> None:
         self.config, self.block, self.work = block.config, block, work
@@ -149,137 +201,219 @@ class Producer(Opaque):
         self.load_do = RowLoader(block, block.dout, a.dout, block.s_dout, c.E, 1, block.delta)
         self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D, block.landing)
         self.load_v = tile_loader(block.v, a.v, block.s_v, c.block_kv, c.E, block.landing)
+        self.lane = cute.arch.lane_idx()
+        self.edge_kinds = EdgeKinds(block)
 
     @cute.jit
     def produce(self):
         """For each item K, V and the steps of its segments, then a step that says it is over."""
-        c, block, work, item = self.config, self.block, self.work, self.block.item
-        a, steps = block.arguments, block.steps
-        lane = cute.arch.lane_idx()
-        turn, n, m = Int32(0), Int32(0), Int32(0)  # items, stages of Q, stages of dO so far
-        half = Int32(0)  # of the step that is being filled
-        own = EdgeKinds(block)
-        pieces, down = const_expr(work.pieces or 1), const_expr(work.pieces or c.block_kv // ROWS)
+        block, work, item = self.block, self.work, self.block.item
+        turn = Int32(0)  # items so far
+        filled = Filled(*[Int32(0)] * len(Filled._fields))
         word = work.first()
         running = Int32(1)
         while running != 0:
             missing = self.missing_keys(word)
             block.k.wait_empty(0, turn & 1)
-            if lane < ITEM:
-                item[lane] = word
-            cute.arch.sync_warp()
+            self.publish(word)
             running = item[ColumnItem.VALID]
             if running == 0:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(block.k.full)
             else:
-                batch, group, tile = item[ColumnItem.BATCH], item[ColumnItem.GROUP], item[ColumnItem.TILE]
-                at_segment, count = item[ColumnItem.SEGMENT_START], item[ColumnItem.SEGMENT_COUNT]
-                keys = block.attended
-                ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
-                self.load_k.fill(0, block.k.full, tile, group, batch, missing)
-                started = n
-                v_pending = Int32(1)  # V comes after the first Q
-                first, head, value = Int32(0), Int32(0), Int32(0)
-                for s in cutlass.range(count, unroll=1):
-                    part = Int32(0)
-                    if lane < SEGMENT:
-                        part = a.segments[at_segment + s, lane]
-                    share = cute.arch.shuffle_sync(part, Segment.HEAD)
-                    head = group * block.ratio + share
-                    lead = cute.arch.shuffle_sync(part, Segment.LEAD)
-                    fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
-                    intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
-                    total = fulls + intervals + cute.arch.shuffle_sync(part, Segment.BITS_COUNT)
-                    at_full = cute.arch.shuffle_sync(part, Segment.FULL_START)
-                    at_interval = cute.arch.shuffle_sync(part, Segment.INTERVAL_START) - fulls
-                    at_bits = cute.arch.shuffle_sync(part, Segment.BITS_START) - fulls - intervals
-                    lowest, highest = Int32(0), Int32(0)
-                    if intervals > 0:
-                        # The queries that any key of the tile keeps: both bounds ascend with the keys.
-                        last = tile * c.block_kv + c.block_kv - 1
-                        last = last if last < keys else keys - 1
-                        lowest, highest = a.lo[lead, tile * c.block_kv], a.hi[lead, last]
-                    if const_expr(c.edges):
-                        own.load(lead, tile, intervals)
-                    # The first tile of an interval comes first: of its first step a warpgroup may keep nothing.
-                    early = Int32(1) if const_expr(c.edges) and intervals > 0 else Int32(0)
-                    for place in cutlass.range(total, unroll=1):
-                        i = place
-                        if place < early:
-                            i = fulls
-                        elif place < fulls + early:
-                            i = place - early
-                        kind = Int32(Kind.FULL)
-                        entry = Int32(0)
-                        at = at_full + i
-                        if i >= fulls:
-                            kind = Int32(Kind.INTERVAL)
-                            entry = lead
-                            at = at_interval + i
-                            if i >= fulls + intervals:
-                                kind = Int32(Kind.BITS)
-                                at = at_bits + i
-                                entry = a.lists[1, at] * c.block_kv
-                        elif ragged != 0:
-                            # Keys that do not exist have score 0: far above a very negative lse, p overflows.
-                            kind, entry = Int32(Kind.INTERVAL), Int32(-1)
-                        begin = a.lists[0, at] * c.block_q
-                        end = cutlass.min(begin + c.block_q, block.queries)
-                        for p in cutlass.range(c.block_q // ROWS, unroll=1):
-                            first = begin + p * ROWS
-                            wanted = first < block.queries
-                            if const_expr(not c.keeps):  # noqa: SIM102  What is kept of dS is read of every tile.
-                                if kind == Kind.INTERVAL and entry >= 0:
-                                    wanted = wanted and lowest < first + ROWS and highest > first
-                            if wanted:
-                                value = kind
-                                if const_expr(c.edges):
-                                    following = first + ROWS
-                                    last = s == count - 1 and place == total - 1
-                                    last = last and (following >= end or following >= highest)
-                                    if kind == Kind.INTERVAL and entry >= 0 and lane >= Step.KEPT:
-                                        value = own.kind(first, n == started or last)
-                                if const_expr(c.keeps):  # noqa: SIM102
-                                    if lane == Step.PLACE:
-                                        of_head = item[ColumnItem.PLACE] + item[ColumnItem.NEXT_PLACE] * share
-                                        value = (of_head + a.lists[2, at]) * down + tile % pieces
-                                        value = value * (c.block_q // ROWS) + p
-                                for word_place, known, times in (
-                                    (Step.QUERY, first, 1), (Step.ENTRY, entry, 1), (Step.WORD, p, ROWS // 32),
-                                    (Step.HEAD, head, 1), (Step.BATCH, batch, 1),
-                                ):  # fmt: skip
-                                    if lane == word_place:
-                                        value = known * times
-                                empty = self.empty_queries(kind, first, head, batch)
-                                self.load_q.load(n, half, first, head, batch, empty, value)
-                                if v_pending != 0:
-                                    self.load_v.load(turn, tile, group, batch, missing)
-                                v_pending = Int32(0)
-                                self.load_do.load(m, half, first, head, batch, empty)
-                                n, m, half = self.following(n, m, half)
-                if v_pending != 0:
-                    self.load_v.load(turn, tile, group, batch, missing)
-                if const_expr(self.halves > 1):  # noqa: SIM102
-                    if half != 0:  # the last step is filled up by the queries that it has, of which nothing is kept
-                        first = cute.arch.shuffle_sync(value, Step.QUERY)
-                        head = cute.arch.shuffle_sync(value, Step.HEAD)
-                        if lane == Step.KIND:
-                            value = Int32(Kind.NOTHING)
-                        empty = self.empty_queries(Int32(Kind.NOTHING), first, head, batch)
-                        self.load_q.load(n, half, first, head, batch, empty, value)
-                        self.load_do.load(m, half, first, head, batch, empty)
-                        n, m, half = self.following(n, m, half)
+                filled = self.load_item(turn, missing, filled)
                 word = work.next()  # while the consumers are still two steps behind
-                stage = block.q.wait_empty_at(n)
-                if lane < self.halves:
-                    steps[Step.KIND, stage * self.halves + lane] = Int32(Kind.END)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    for _ in cutlass.range_constexpr(self.halves):
-                        cute.arch.mbarrier_arrive(block.q.full + stage)
-                n += 1
+                filled = self.end_item(filled)
                 turn += 1
+
+    @cute.jit
+    def publish(self, word):
+        """Write the item's description for all roles, who read it when K has come: K's stage is empty."""
+        if self.lane < ITEM:
+            self.block.item[self.lane] = word
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def load_item(self, turn, missing, filled):
+        """Load K, then Q and dO of every tile of every segment, and V behind the first Q. Returns `Filled`."""
+        c, block, words = self.config, self.block, self.block.item
+        batch, group, tile = words[ColumnItem.BATCH], words[ColumnItem.GROUP], words[ColumnItem.TILE]
+        at_segment, count = words[ColumnItem.SEGMENT_START], words[ColumnItem.SEGMENT_COUNT]
+        keys = block.attended
+        ragged = Int32(1) if tile * c.block_kv + c.block_kv > keys else Int32(0)
+        item = Item(turn, batch, group, tile, keys, ragged, missing, filled.n, count)
+        self.load_k.fill(0, block.k.full, tile, group, batch, missing)
+        filled = filled._replace(v_pending=Int32(1), word=Int32(0))
+        for s in cutlass.range(count, unroll=1):
+            tiles = self.segment(item, at_segment, s)
+            for place in cutlass.range(tiles.total, unroll=1):
+                filled = self.load_tile(item, tiles, place, filled)
+        if filled.v_pending != 0:
+            self.load_v.load(turn, tile, group, batch, missing)
+        if const_expr(self.halves > 1):  # noqa: SIM102
+            if filled.half != 0:
+                filled = self.fill_up(item, filled)
+        return filled
+
+    @cute.jit
+    def segment(self, item, at_segment, number):
+        """The tiles of a segment of an item, whose segments begin at `at_segment`."""
+        c, a, keys = self.config, self.block.arguments, item.keys
+        part = self.segment_word(at_segment + number)
+        share = cute.arch.shuffle_sync(part, Segment.HEAD)
+        head = item.group * self.block.ratio + share
+        lead = cute.arch.shuffle_sync(part, Segment.LEAD)
+        fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
+        intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
+        total = fulls + intervals + cute.arch.shuffle_sync(part, Segment.BITS_COUNT)
+        at_full = cute.arch.shuffle_sync(part, Segment.FULL_START)
+        at_interval = cute.arch.shuffle_sync(part, Segment.INTERVAL_START) - fulls
+        at_bits = cute.arch.shuffle_sync(part, Segment.BITS_START) - fulls - intervals
+        lowest, highest = Int32(0), Int32(0)
+        if intervals > 0:
+            # Both bounds ascend with the keys: the first key keeps the first query, the last key the last.
+            last_key = item.tile * c.block_kv + c.block_kv - 1
+            last_key = last_key if last_key < keys else keys - 1
+            lowest, highest = a.lo[lead, item.tile * c.block_kv], a.hi[lead, last_key]
+        if const_expr(c.edges):
+            self.edge_kinds.load(lead, item.tile, intervals)
+        return QueryTiles(
+            share, head, lead, fulls, intervals, total, at_full, at_interval, at_bits, lowest, highest, number
+        )
+
+    @cute.jit
+    def segment_word(self, s):
+        """This lane's word of segment `s` of all."""
+        word = Int32(0)
+        if self.lane < SEGMENT:
+            word = self.block.arguments.segments[s, self.lane]
+        return word
+
+    @cute.jit
+    def load_tile(self, item, tiles, place, filled):
+        """Load Q and dO of the tile at a place of a segment, 64 queries at a time. Returns `Filled`."""
+        c, queries = self.config, self.block.queries
+        tile = self.tile(item, tiles, self.in_order(tiles, place))
+        begin = self.block.arguments.lists[0, tile.at] * c.block_q
+        end = cutlass.min(begin + c.block_q, queries)
+        for p in cutlass.range(c.block_q // ROWS, unroll=1):
+            first = begin + p * ROWS
+            wanted = first < queries
+            if const_expr(not c.keeps):  # noqa: SIM102  dS that is saved is read of every tile.
+                if tile.kind == Kind.INTERVAL and tile.entry >= 0:
+                    wanted = wanted and tiles.lowest < first + ROWS and tiles.highest > first
+            if wanted:
+                word = tile.kind
+                if const_expr(c.edges):
+                    word = self.kind_of_each(item, tiles, tile, place, first, end, filled.n)
+                if const_expr(c.keeps):
+                    word = self.saved_at(item, tiles, tile, p, word)
+                word = self.described(item, tiles, tile, p, first, word)
+                filled = self.load_queries(item, tile.kind, first, tiles.head, filled._replace(word=word))
+        return filled
+
+    @cute.jit
+    def in_order(self, tiles, place):
+        """Which tile of a segment is loaded at a place.
+
+        With `edges` the first tile of an interval comes first: of its first step a warpgroup may keep nothing.
+        """
+        early = Int32(1) if const_expr(self.config.edges) and tiles.intervals > 0 else Int32(0)
+        i = place
+        if place < early:
+            i = tiles.fulls
+        elif place < tiles.fulls + early:
+            i = place - early
+        return i
+
+    @cute.jit
+    def tile(self, item, tiles, i):
+        """Tile `i` of a segment."""
+        kind, entry, at = Int32(Kind.FULL), Int32(0), tiles.at_full + i
+        if i >= tiles.fulls:
+            kind, entry, at = Int32(Kind.INTERVAL), tiles.lead, tiles.at_interval + i
+            if i >= tiles.fulls + tiles.intervals:
+                kind = Int32(Kind.BITS)
+                at = tiles.at_bits + i
+                entry = self.block.arguments.lists[1, at] * self.config.block_kv
+        elif item.ragged != 0:
+            # Keys that do not exist have score 0: far above a very negative lse, p overflows.
+            kind, entry = Int32(Kind.INTERVAL), Int32(-1)
+        return QueryTile(kind, entry, at)
+
+    @cute.jit
+    def kind_of_each(self, item, tiles, tile, place, first, end, n):
+        """The kind of 64 queries; of an interval's, in the lanes from `Step.KEPT` on, that for each warpgroup's keys.
+
+        A warpgroup that keeps none of them is told so in the item's first step and in its last.
+        """
+        word, following = tile.kind, first + ROWS
+        last = tiles.number == item.segments - 1 and place == tiles.total - 1
+        last = last and (following >= end or following >= tiles.highest)
+        if tile.kind == Kind.INTERVAL and tile.entry >= 0 and self.lane >= Step.KEPT:
+            word = self.edge_kinds.kind(first, n == item.started or last)
+        return word
+
+    @cute.jit
+    def saved_at(self, item, tiles, tile, p, word):
+        """`word`, and in lane `Step.PLACE` the pair of tiles of 64 x 64 of which dS is saved: see `keep`."""
+        c, a, words = self.config, self.block.arguments, self.block.item
+        pieces = const_expr(self.work.pieces or 1)
+        down = const_expr(self.work.pieces or c.block_kv // ROWS)
+        if self.lane == Step.PLACE:
+            of_head = words[ColumnItem.PLACE] + words[ColumnItem.NEXT_PLACE] * tiles.share
+            word = (of_head + a.lists[2, tile.at]) * down + item.tile % pieces
+            word = word * (c.block_q // ROWS) + p
+        return word
+
+    @cute.jit
+    def described(self, item, tiles, tile, p, first, word):
+        """This lane's word of the description of the 64 queries from `first` on, the p-th of their tile."""
+        for place, known, times in (
+            (Step.QUERY, first, 1), (Step.ENTRY, tile.entry, 1), (Step.WORD, p, ROWS // 32), (Step.HEAD, tiles.head, 1),
+            (Step.BATCH, item.batch, 1),
+        ):  # fmt: skip
+            if self.lane == place:
+                word = known * times
+        return word
+
+    @cute.jit
+    def load_queries(self, item, kind, first, head, filled):
+        """Load Q and dO of 64 queries, V between the item's first two. Returns `Filled`."""
+        empty = self.empty_queries(kind, first, head, item.batch)
+        self.load_q.load(filled.n, filled.half, first, head, item.batch, empty, filled.word)
+        if filled.v_pending != 0:
+            self.load_v.load(item.turn, item.tile, item.group, item.batch, item.missing)
+        self.load_do.load(filled.m, filled.half, first, head, item.batch, empty)
+        n, m, half = self.following(filled.n, filled.m, filled.half)
+        return Filled(n=n, m=m, half=half, v_pending=Int32(0), word=filled.word)
+
+    @cute.jit
+    def fill_up(self, item, filled):
+        """Fill the second half of an item's last step with the queries of the first, of which nothing is kept."""
+        first = cute.arch.shuffle_sync(filled.word, Step.QUERY)
+        head = cute.arch.shuffle_sync(filled.word, Step.HEAD)
+        word = filled.word
+        if self.lane == Step.KIND:
+            word = Int32(Kind.NOTHING)
+        empty = self.empty_queries(Int32(Kind.NOTHING), first, head, item.batch)
+        self.load_q.load(filled.n, filled.half, first, head, item.batch, empty, word)
+        self.load_do.load(filled.m, filled.half, first, head, item.batch, empty)
+        n, m, half = self.following(filled.n, filled.m, filled.half)
+        return Filled(n=n, m=m, half=half, v_pending=filled.v_pending, word=word)
+
+    @cute.jit
+    def end_item(self, filled):
+        """A stage of Q that says that the item is over. Returns `Filled`."""
+        block = self.block
+        stage = block.q.wait_empty_at(filled.n)
+        if self.lane < self.halves:
+            block.steps[Step.KIND, stage * self.halves + self.lane] = Int32(Kind.END)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for _ in cutlass.range_constexpr(self.halves):
+                cute.arch.mbarrier_arrive(block.q.full + stage)
+        return filled._replace(n=filled.n + 1)
 
     @cute.jit
     def missing_keys(self, word):
@@ -290,7 +424,7 @@ class Producer(Opaque):
 
         word: this lane's of the item.
         """
-        c, a, lane = self.config, self.block.arguments, cute.arch.lane_idx()
+        c, a, lane = self.config, self.block.arguments, self.lane
         found = None
         if const_expr(c.lengths or c.clears >= Clears.INTERVALS):
             first = cute.arch.shuffle_sync(word, ColumnItem.TILE) * c.block_kv
@@ -299,9 +433,7 @@ class Producer(Opaque):
             found = Int32(-1) if const_expr(c.clears >= Clears.INTERVALS) else Int32(0)
             found = found if count > 0 else Int32(0)
             for s in cutlass.range(count if const_expr(c.clears >= Clears.INTERVALS) else 0, unroll=1):
-                part = Int32(0)
-                if lane < SEGMENT:
-                    part = a.segments[segment + s, lane]
+                part = self.segment_word(segment + s)
                 lead = cute.arch.shuffle_sync(part, Segment.LEAD)
                 intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
                 others = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
