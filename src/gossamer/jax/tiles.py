@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.kept import kept_of
+from gossamer.layouts.kept import keeps_all
 from gossamer.layouts.walk import Walk
 
 FULL, INTERVAL, NOTHING = -1, -2, -3  # what masks a tile; an entry of the pool is its number
@@ -63,8 +63,7 @@ class Walked(NamedTuple):
 
 def both_directions(layout: BlockLayout) -> tuple[Walked, Walked]:
     """The rows of a layout of numpy arrays, and its columns."""
-    kept = kept_of(layout)
-    unkept = not (kept.rows.all() and kept.keys.all())
+    unkept = not all(keeps_all(layout))
     return walked(layout.rows, unkept), walked(layout.columns, unkept)
 
 

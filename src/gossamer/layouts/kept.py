@@ -9,7 +9,9 @@ import numpy as np
 
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.walk import Walk
-from gossamer.patterns.grid import WORD, unpack_bits
+from gossamer.patterns.grid import WORD
+
+AT_ONCE = 2**24  # rows that are looked at together
 
 
 class Kept(NamedTuple):
@@ -33,31 +35,70 @@ def kept_of(layout: BlockLayout) -> Kept:
         >>> kept.first.tolist(), kept.keys.astype(int).tolist()
         ([[[1, 2, 3, 4]]], [[[0, 1, 1, 1, 1, 1, 1, 0, 0]]])
     """
-    walk = (layout.rows if layout.host is None else layout.host.rows).on_host()
-    heads, across, K = math.prod(walk.lead), -(-walk.columns // walk.block_columns), walk.columns
-    first = np.full((heads * walk.tiles, walk.block_rows), K, np.int64)
-    keys = np.zeros((heads * across, walk.block_columns), bool)
+    host = _on_host(layout)
+    walk, columns = host.rows, host.columns
+    first = np.full((math.prod(walk.lead) * walk.tiles, walk.block_rows), walk.columns, np.int64)
     for kind in (_full, _interval, _bits):
-        kind(walk, first, keys)
-    of_rows, of_keys = (x.reshape(*walk.lead, -1) for x in (first, keys))
-    return Kept(of_rows[..., : walk.rows], of_keys[..., :K])
+        kind(walk, first)
+    return Kept(_existing(walk, first), _existing(columns, rows_kept(columns)))
 
 
-def _columns(walk: Walk, row: np.ndarray, tile: np.ndarray) -> np.ndarray:
-    """Where tile columns are, counted over all leads, of tile rows that are."""
-    return row // walk.tiles * -(-walk.columns // walk.block_columns) + tile
+def keeps_all(layout: BlockLayout) -> tuple[bool, bool]:
+    """Whether every row of a layout keeps a key, and whether every key is kept by a row."""
+    host = _on_host(layout)
+    return every_row_kept(host.rows), every_row_kept(host.columns)
 
 
-def _full(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
+def every_row_kept(walk: Walk, listed: bool = False) -> bool:
+    """Whether every row of a walk of numpy arrays keeps something; `listed`: of the tile rows that list a tile."""
+    full, interval, bits = (tiles.counts.reshape(-1) for tiles in walk.lists.values())
+    at = np.flatnonzero((full == 0) & (interval + bits >= int(listed)))  # tile rows of which a row may keep nothing
+    together = max(1, AT_ONCE // walk.block_rows)
+    exist = (np.arange(walk.tiles * walk.block_rows) < walk.rows).reshape(walk.tiles, -1)
+    for first in range(0, at.size, together):
+        some = at[first : first + together]
+        if (~rows_kept(walk, some) & exist[some % walk.tiles]).any():
+            return False
+    return True
+
+
+def rows_kept(walk: Walk, some: np.ndarray | None = None) -> np.ndarray:
+    """(n, block_rows) bool: the rows of some tile rows, or of all, counted over all leads, that keep anything."""
+    some = np.arange(walk.full.counts.size) if some is None else some
+    full, interval, bits = (tiles.counts.reshape(-1)[some] for tiles in walk.lists.values())
+    kept = np.repeat(full[:, None] > 0, walk.block_rows, axis=1)
+    if interval.any():
+        given = np.zeros((*walk.lead, walk.tiles * walk.block_rows), bool)
+        given[..., : walk.rows] = walk.lo < walk.hi
+        kept |= given.reshape(-1, walk.block_rows)[some] & (interval > 0)[:, None]
+    of_entry, starts = walk.pool.any(axis=-1), walk.bits.starts.reshape(-1)[some]
+    for n in range(int(bits.max(initial=0))):
+        listed = np.flatnonzero(bits > n)
+        kept[listed] |= of_entry[walk.pool_index[starts[listed] + n]]
+    return kept
+
+
+def _on_host(layout: BlockLayout) -> BlockLayout:
+    """The layout of numpy arrays."""
+    if layout.host is not None:
+        return layout.host
+    return layout if layout.rows.device is None else BlockLayout(layout.rows.on_host())
+
+
+def _existing(walk: Walk, tiles: np.ndarray) -> np.ndarray:
+    """(Bl, Hl, rows) of what is given for the rows of all tiles."""
+    return tiles.reshape(*walk.lead, -1)[..., : walk.rows]
+
+
+def _full(walk: Walk, first: np.ndarray) -> None:
     row, place = walk.full.listed()
     tile = walk.full.indices[place].astype(np.int64)
-    keys[_columns(walk, row, tile)] = True
     of_tiles = np.full(len(first), walk.columns)
     np.minimum.at(of_tiles, row, tile * walk.block_columns)
     first[:] = of_tiles[:, None]
 
 
-def _interval(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
+def _interval(walk: Walk, first: np.ndarray) -> None:
     row, place = walk.interval.listed()
     if not len(row):
         return
@@ -70,23 +111,15 @@ def _interval(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
         x[:, : walk.rows] = np.broadcast_to(given, (*walk.lead, walk.rows)).reshape(-1, walk.rows)
     lo, hi = (x.reshape(-1, walk.block_rows)[row] - tile[:, None] * width for x in (lo, hi))
     lo, hi = lo.clip(0, width), hi.clip(0, width)
-    some = hi > lo
-    np.minimum.at(first, row, np.where(some, tile[:, None] * width + lo, walk.columns))
-    # Where runs of keys begin and end in each tile of keys, one place longer than that.
-    at = np.broadcast_to(_columns(walk, row, tile)[:, None] * (width + 1), some.shape)[some]
-    begun, ended = (np.bincount(at + x[some], minlength=len(keys) * (width + 1)) for x in (lo, hi))
-    keys |= (begun - ended).reshape(len(keys), -1).cumsum(1)[:, :width] > 0
+    np.minimum.at(first, row, np.where(hi > lo, tile[:, None] * width + lo, walk.columns))
 
 
-def _bits(walk: Walk, first: np.ndarray, keys: np.ndarray) -> None:
+def _bits(walk: Walk, first: np.ndarray) -> None:
     row, place = walk.bits.listed()
     if not len(row):
         return
     tile, entry = walk.bits.indices[place].astype(np.int64), walk.pool_index[place]
     pool = np.ascontiguousarray(walk.pool).view(np.uint32).astype(np.int64)  # (P, block_rows, words)
-    words = np.zeros((len(keys), pool.shape[2]), np.int64)
-    np.bitwise_or.at(words, _columns(walk, row, tile), np.bitwise_or.reduce(pool, axis=1)[entry])
-    keys |= unpack_bits(words.astype(np.uint32))
     word = (pool != 0).argmax(2)
     lowest = np.take_along_axis(pool, word[..., None], 2).squeeze(2)
     bit = np.log2(np.maximum(lowest & -lowest, 1)).astype(np.int64)

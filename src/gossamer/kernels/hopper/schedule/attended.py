@@ -7,10 +7,9 @@ import numpy as np
 from gossamer.cute.configurations import Clears
 from gossamer.kernels.hopper.schedule.arrays import Array, placed
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.walk import Walk
+from gossamer.layouts.kept import every_row_kept, rows_kept
 from gossamer.memo import Memos
 
-AT_ONCE = 2**24  # rows that are looked at together
 _known: Memos[bool] = Memos()  # of walks
 _words: Memos[Array] = Memos()
 
@@ -33,7 +32,7 @@ def keys_kept(layout: BlockLayout) -> bool:
 
     def made() -> bool:
         if walk.bits.counts.any():
-            return all_kept((layout.host or layout).columns)
+            return every_row_kept((layout.host or layout).columns, listed=True)
         if not walk.interval.counts.any():
             return True
         # Bounds ascend: no key lies before the first interval, between two, or behind the last.
@@ -47,35 +46,7 @@ def keys_kept(layout: BlockLayout) -> bool:
 def queries_kept(layout: BlockLayout) -> bool:
     """Whether every query of the tiles that are listed keeps a key, of a layout that the host knows."""
     walk = (layout.host or layout).rows
-    return _known.of(walk).get_or_make("queries", lambda: all_kept(walk))
-
-
-def all_kept(walk: Walk) -> bool:
-    """Whether every row of the tiles that a walk of numpy arrays lists keeps something."""
-    full, interval, bits = (tiles.counts.reshape(-1) for tiles in walk.lists.values())
-    at = np.flatnonzero((full == 0) & (interval + bits > 0))  # tiles of rows of which one may keep nothing
-    together = max(1, AT_ONCE // walk.block_rows)
-    exist = (np.arange(walk.tiles * walk.block_rows) < walk.rows).reshape(walk.tiles, -1)
-    for first in range(0, at.size, together):
-        some = at[first : first + together]
-        if (~kept(walk, some) & exist[some % walk.tiles]).any():
-            return False
-    return True
-
-
-def kept(walk: Walk, some: np.ndarray) -> np.ndarray:
-    """(n, block_rows) bool: the rows of some tiles of rows, counted over all leads, that keep anything."""
-    full, interval, bits = (tiles.counts.reshape(-1)[some] for tiles in walk.lists.values())
-    found = np.repeat(full[:, None] > 0, walk.block_rows, axis=1)
-    if interval.any():
-        given = np.zeros((*walk.lead, walk.tiles * walk.block_rows), bool)
-        given[..., : walk.rows] = walk.lo < walk.hi
-        found |= given.reshape(-1, walk.block_rows)[some] & (interval > 0)[:, None]
-    of_entry, starts = walk.pool.any(axis=-1), walk.bits.starts.reshape(-1)[some]
-    for n in range(int(bits.max(initial=0))):
-        listed = np.flatnonzero(bits > n)
-        found[listed] |= of_entry[walk.pool_index[starts[listed] + n]]
-    return found
+    return _known.of(walk).get_or_make("queries", lambda: every_row_kept(walk, listed=True))
 
 
 def with_attended(layout: BlockLayout, pool: Array, width: int) -> Array:
@@ -89,7 +60,7 @@ def with_attended(layout: BlockLayout, pool: Array, width: int) -> Array:
 
     def made() -> Array:
         walk = host.columns
-        every = kept(walk, np.arange(walk.full.counts.size))
+        every = rows_kept(walk)
         past = np.arange(walk.tiles * walk.block_rows).reshape(walk.tiles, -1) >= walk.rows
         every = every.reshape(-1, *past.shape) | past  # what is past the last key is zero in any case
         packed = np.packbits(every.reshape(-1, walk.block_rows), axis=1, bitorder="little").view(np.int32)

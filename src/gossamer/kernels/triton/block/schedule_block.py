@@ -19,7 +19,7 @@ from torch import Tensor
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, SLOT
-from gossamer.layouts.kept import kept_of
+from gossamer.layouts.kept import keeps_all
 from gossamer.layouts.walk import KINDS, TileList, Walk
 from gossamer.layouts.work_list import item_limit, most_listed, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
@@ -80,8 +80,8 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
     contiguous: tuple[bool, ...] = (False, False, False)
     listed, longest, unkept = None, 0, True
     if host is not None:
-        kept = kept_of(layout)
-        unkept = not (kept.keys.all() and (kept.rows.all() or not transposed))
+        rows, keys = keeps_all(layout)
+        unkept = not (keys and (rows or not transposed))
         contiguous = tuple(is_range(tiles) for tiles in host.lists.values())
         lengths = row_lengths(host)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))

@@ -19,7 +19,7 @@ from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, co
 from gossamer.kernels.triton.arguments import arrays, listed, operand, row_results, step, terms, vector
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
 from gossamer.layouts.block import BlockLayout
-from gossamer.layouts.kept import kept_of
+from gossamer.layouts.kept import keeps_all
 from gossamer.layouts.walk import Walk
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
@@ -72,8 +72,7 @@ def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     walk, device = (layout if layout.host is None else layout.host).rows, layout.rows.lo.device
 
     def make() -> Tiles:
-        kept = kept_of(layout)
-        return _make_tiles(walk.on_host(), most, device, not (kept.rows.all() and kept.keys.all()))
+        return _make_tiles(walk.on_host(), most, device, not all(keeps_all(layout)))
 
     return _tiles.of(layout).get_or_make(most, make)
 
