@@ -22,7 +22,7 @@ from gossamer.cute.common import WARPGROUP, Barrier, computing_thread
 from gossamer.cute.row_items import RowItem
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper import compiled
-from gossamer.kernels.hopper.choice import forward_config
+from gossamer.kernels.hopper.choice import TileCall, forward_config
 from gossamer.kernels.hopper.device import entries
 from gossamer.kernels.hopper.device.forward.kernel import Forward
 from gossamer.kernels.hopper.device.forward.masks import tiles_of
@@ -66,7 +66,7 @@ def main() -> None:
         layout = layout_of(x, plan.tile)
         # Not by the store of compiled kernels: this one is not the shipped one.
         entries.Forward = Traffic
-        made = shipped.build(forward_config(p.dtype, p.D, p.E, block_q, block_kv, "fold"))
+        made = shipped.build(forward_config(TileCall(p.dtype, p.D, p.E, block_q, block_kv, "fold")))
         compiled.forward = lambda config, made=made: made
         scoring, given = Scoring(x.terms.scale, x.terms.q_offset), {"q": x.q, "k": x.k, "v": x.v}
         run = bound(functools.partial(forward, p, layout, scoring), given)

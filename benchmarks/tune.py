@@ -37,6 +37,7 @@ from gossamer.bench.results import append_records
 from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.hopper import IMPLEMENTATION, compiled
 from gossamer.kernels.hopper import choice as choosers
+from gossamer.kernels.hopper.device.configurations import Hold
 from gossamer.kernels.hopper.launch.backward import backward as launch_backward
 from gossamer.kernels.hopper.launch.forward import forward as launch_forward
 from gossamer.patterns import BigBird, Pattern, SlidingWindow
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[Callable[[int], Pattern], tuple[int, int] | None]] = {
 }
 # The fields of each kernel's configuration that are tried, and their values; what a configuration refuses is left out.
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "forward": {"step": (64, 128), "stages": (2, 3), "q_stages": (1, 2), "hold": (0, 1, 2, 3)},
+    "forward": {"step": (64, 128), "stages": (2, 3), "q_stages": (1, 2), "hold": tuple(Hold)},
     "backward": {"q_stages": (2, 3), "do_stages": (1, 2, 3)},
     "wide": {"q_stages": (2, 3), "do_stages": (1, 2, 3)},
     "query_gradient": {"step": (32, 64, 128), "k_stages": (2, 3), "v_stages": (1, 2)},
@@ -82,7 +83,8 @@ class Group(NamedTuple):
     def shipped(self) -> Any:
         """The configuration that a call takes today."""
         with_dq = {"backward": (self.tile != (64, 64),)}.get(self.kernel, ())
-        return getattr(choosers, CHOOSERS[self.kernel][0])("bfloat16", self.D, self.E, *self.tile, "fold", *with_dq)
+        call = choosers.TileCall("bfloat16", self.D, self.E, *self.tile, "fold")
+        return getattr(choosers, CHOOSERS[self.kernel][0])(call, *with_dq)
 
 
 def groups(kernels: list[str], sizes: list[tuple[int, int]], cases: list[str]) -> list[Group]:

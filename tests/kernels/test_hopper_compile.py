@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gossamer.cute.shipped import Shipped
 from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
 from gossamer.kernels.hopper.choice import (
     WIDE,
+    TileCall,
     backward_config,
     forward_config,
     gather_config,
@@ -45,7 +47,7 @@ needs_compiler = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(m
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_shipped_configurations_fit(size: tuple[int, int]) -> None:
     for score in ("fold", "scale", "softcap"):
-        config = forward_config("bfloat16", *size, *IMPLEMENTATION.tile(problem(*size)), score)
+        config = forward_config(TileCall("bfloat16", *size, *IMPLEMENTATION.tile(problem(*size)), score))
         assert config.shared_bytes <= SHARED_MEMORY
         assert size == (config.D, config.E)
 
@@ -55,7 +57,7 @@ def test_padding() -> None:
     with pytest.raises(ValueError, match="head size 257"):
         padded(257)
     # A value head that is wider than the key head widens both: the output takes the place of Q in shared memory.
-    assert forward_config("float16", 64, 128, 128, 128, "fold").D == 128
+    assert forward_config(TileCall("float16", 64, 128, 128, 128, "fold")).D == 128
 
 
 def test_configuration_refuses() -> None:
@@ -124,7 +126,7 @@ def test_reasons() -> None:
 
 def test_few_queries_take_small_tiles() -> None:
     def tile(Q: int, D: int, backward: bool = False) -> tuple[int, int]:
-        return IMPLEMENTATION.tile(dataclasses.replace(problem(D, D), Q=Q, backward=backward))
+        return IMPLEMENTATION.tile(replace(problem(D, D), Q=Q, backward=backward))
 
     assert [tile(Q, 64) for Q in (1, 128, 129)] == [(64, 64), (64, 64), (192, 128)]
     assert [tile(Q, 128) for Q in (1, 64, 65)] == [(64, 64), (64, 64), (128, 128)]
@@ -163,40 +165,37 @@ def test_every_shipped_kernel_compiles(kernel: Shipped) -> None:
 def made_when_needed() -> Iterator[tuple[str, Any]]:
     """Configurations that are not shipped: the backward with tiles of 64 x 64 and key lengths, gathered columns."""
     for score, D, lengths in itertools.product(("fold", "softcap"), (64, 128), (False, True)):
-        yield "backward", backward_config("bfloat16", D, D, 64, 64, score, False, lengths)
-    yield "backward", backward_config("float16", 128, 128, 64, 64, "fold", False)
+        yield "backward", backward_config(TileCall("bfloat16", D, D, 64, 64, score, lengths), False)
+    yield "backward", backward_config(TileCall("float16", 128, 128, 64, 64, "fold"), False)
     for with_dq, lengths in itertools.product((True, False), repeat=2):
-        yield "backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", with_dq, lengths, True)
+        narrow = TileCall("bfloat16", 128, 128, 128, 128, "fold", lengths)
+        yield "backward", backward_config(narrow, with_dq, narrow=True)
     for D, tile in itertools.product((96, 128, 256), ((64, 64), (128, 128))):
         for score, lengths in (("fold", False), ("softcap", True)):
+            call = TileCall("bfloat16", D, D, *tile, score, lengths)
             if D > WIDE:
-                yield "wide", dataclasses.replace(wide_config("bfloat16", D, D, *tile, score, lengths), keeps=True)
+                yield "wide", replace(wide_config(call), keeps=True)
             else:
-                of_columns = backward_config("bfloat16", D, D, *tile, score, False, lengths)
-                yield "backward", dataclasses.replace(of_columns, keeps=True)
+                yield "backward", replace(backward_config(call, False), keeps=True)
             yield "kept", kept_config("bfloat16", D, *tile, lengths)
     yield "kept", kept_config("float16", 96, 192, 128)
-    yield "wide", wide_config("bfloat16", 256, 256, 64, 64, "fold")
+    yield "wide", wide_config(TileCall("bfloat16", 256, 256, 64, 64, "fold"))
     for D, E in ((128, 128), (96, 96), (64, 64), (256, 256), (192, 128)):
-        tile = (192 if D == 64 else 128, 128)
-        if D > WIDE:
-            yield "wide", wide_config("bfloat16", D, E, *tile, "fold", True)
-        else:
-            yield "backward", backward_config("bfloat16", D, E, *tile, "fold", True, True)
-        yield "query_gradient", query_config("bfloat16", D, E, *tile, "fold", True)
-    yield "query_gradient", query_config("bfloat16", 128, 128, 64, 64, "fold", True)
-    yield "query_gradient", query_config("bfloat16", 256, 256, 128, 128, "softcap", True)
+        call = TileCall("bfloat16", D, E, 192 if D == 64 else 128, 128, "fold", True)
+        yield ("wide", wide_config(call)) if D > WIDE else ("backward", backward_config(call, True))
+        yield "query_gradient", query_config(call)
+    yield "query_gradient", query_config(TileCall("bfloat16", 128, 128, 64, 64, "fold", True))
+    yield "query_gradient", query_config(TileCall("bfloat16", 256, 256, 128, 128, "softcap", True))
     # Rows that keep nothing, and keys that nothing attends.
     tiles = (64, (192, 128)), (96, (128, 128)), (128, (128, 128)), (128, (64, 64)), (256, (128, 128))
     for (D, tile), clears in itertools.product(tiles, (Clears.INTERVALS, Clears.KEYS)):
-        given = "bfloat16", D, D, *tile, "fold"
-        has_lengths = clears == Clears.KEYS and D != 96
-        yield "forward", forward_config(*given, has_lengths, clears)
-        yield "query_gradient", query_config(*given, has_lengths, clears)
+        call = TileCall("bfloat16", D, D, *tile, "fold", clears == Clears.KEYS and D != 96, clears)
+        yield "forward", forward_config(call)
+        yield "query_gradient", query_config(call)
         if D > WIDE:
-            yield "wide", wide_config(*given, has_lengths, clears)
+            yield "wide", wide_config(call)
         else:
-            yield "backward", backward_config(*given, tile != (64, 64), has_lengths, D == 128, clears)
+            yield "backward", backward_config(call, tile != (64, 64), D == 128)
     for direction, size in itertools.product(("forward", "query", "columns"), (64, 128)):
         yield "gather", gather_config(direction, "bfloat16", size, size, "fold")
         yield "gather", gather_config(direction, "float16", size, size, "softcap", True)
@@ -238,10 +237,13 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
 
 
 FLAT = [
-    ("forward", forward_config("bfloat16", 64, 64, 192, 128, "fold")),
-    ("backward", backward_config("bfloat16", 128, 128, 128, 128, "fold", True)),
-    ("query_gradient", query_config("bfloat16", 64, 64, 64, 64, "fold", True)),
-    ("backward", dataclasses.replace(backward_config("bfloat16", 128, 128, 64, 64, "fold", False), keeps=True)),
+    ("forward", forward_config(TileCall("bfloat16", 64, 64, 192, 128, "fold"))),
+    ("backward", backward_config(TileCall("bfloat16", 128, 128, 128, 128, "fold"), True)),
+    ("query_gradient", query_config(TileCall("bfloat16", 64, 64, 64, 64, "fold", True))),
+    (
+        "backward",
+        replace(backward_config(TileCall("bfloat16", 128, 128, 64, 64, "fold"), False), keeps=True),
+    ),
     ("kept", kept_config("bfloat16", 128, 64, 64)),
     ("gather", gather_config("columns", "bfloat16", 64, 64, "fold")),
     ("preprocess", "bfloat16", 64, 64),

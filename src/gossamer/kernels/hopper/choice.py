@@ -6,17 +6,20 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from gossamer.cute.configurations import Clears
 from gossamer.kernels.hopper.device.configurations import (
     BackwardConfig,
     ForwardConfig,
+    Hold,
     KeptConfig,
     QueryConfig,
     WideConfig,
 )
 from gossamer.kernels.hopper.device.gather.configurations import SIZES, WIDEST, GatherConfig
+
+Config = TypeVar("Config", ForwardConfig, BackwardConfig, WideConfig, QueryConfig)
 
 FEW_QUERIES = 6  # heads that share a tile of gathered keys, from which its masks fit beside three stages of 128
 SMALL = 64  # heads to this size gain nothing by keeping dS
@@ -52,107 +55,86 @@ def _tuned() -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(TUNED.read_text())
 
 
-def least(clears: int, lengths: bool) -> int:
-    """What is cleared with lengths, past which queries may keep nothing."""
-    return max(clears, Clears.QUERIES if lengths else Clears.NOTHING)
+class TileCall(NamedTuple):
+    """A call over a layout of block_q x block_kv tiles: what its configuration is chosen by."""
+
+    dtype: str
+    D: int  # head sizes before padding
+    E: int
+    block_q: int
+    block_kv: int
+    score: str  # as `score_of` gives it
+    lengths: bool = False  # whether keys at and after a length are not attended
+    clears: int = Clears.NOTHING  # what of the tiles is cleared, beside what lengths need
+
+    def padded(self) -> TileCall:
+        """The call with compiled head sizes."""
+        return self._replace(D=padded(max(self.D, self.E)), E=padded(self.E))
+
+    def configured(self, kind: type[Config], name: str, **chosen: Any) -> Config:
+        """A configuration for these sizes with the fields that are chosen, and those that were measured for it."""
+        sizes = self.D, self.E, self.block_q, self.block_kv
+        # Past lengths queries may keep nothing.
+        clears = max(self.clears, Clears.QUERIES if self.lengths else Clears.NOTHING)
+        found = kind(self.dtype, *sizes, score=self.score, lengths=self.lengths, clears=clears, **chosen)
+        return replace(found, **tuned(name, *sizes))
 
 
 @cache
-def forward_config(
-    dtype: str,
-    D: int,
-    E: int,
-    block_q: int,
-    block_kv: int,
-    score: str,
-    lengths: bool = False,
-    clears: int = Clears.NOTHING,
-) -> ForwardConfig:  # fmt: skip
-    """The configuration for head sizes D, E and a layout of block_q x block_kv tiles."""
-    D, E = padded(max(D, E)), padded(E)
-    blocks = 1
-    if block_q == 64:
+def forward_config(call: TileCall) -> ForwardConfig:
+    """The configuration of the forward."""
+    c, blocks = call.padded(), 1
+    if c.block_q == 64:
         step, stages, q_stages, blocks = {
             64: (64, 4, 2, 2), 96: (64, 3, 2, 2), 128: (64, 2, 2, 2), 192: (64, 3, 2, 1), 256: (64, 2, 2, 1)
-        }[D]  # fmt: skip
+        }[c.D]  # fmt: skip
     else:
         step, stages, q_stages = {
             64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
-        }[D]  # fmt: skip
-    # With 192 rows, or more columns, the registers do not hold a row beside the others, and beside a soft cap not even
-    # what tells where scores are computed again.
-    hold = (0 if score == "softcap" else 3) if block_q == 192 else 2 if E <= 128 else 1
-    found = ForwardConfig(
-        dtype, D, E, block_q, block_kv, step, stages, q_stages, blocks, hold, lengths=lengths, score=score,
-        clears=least(clears, lengths),
-    )  # fmt: skip
-    return replace(found, **tuned("forward", D, E, block_q, block_kv))
+        }[c.D]  # fmt: skip
+    hold = Hold.UNCHECKED if c.E <= 128 else Hold.FIRST_ROW
+    if c.block_q == 192:
+        # With 192 rows, or more columns, the registers do not hold a row beside the others, and beside a soft cap not
+        # even what tells where scores are computed again.
+        hold = Hold.COMPILER if c.score == "softcap" else Hold.UNCHECKED_FULL
+    return c.configured(ForwardConfig, "forward", step=step, stages=stages, q_stages=q_stages, blocks=blocks, hold=hold)
 
 
 @cache
-def backward_config(
-    dtype: str, D: int, E: int, block_q: int, block_kv: int, score: str, with_dq: bool, lengths: bool = False,
-    narrow: bool = False, clears: int = Clears.NOTHING,
-) -> BackwardConfig:  # fmt: skip
-    """The configuration of the column kernel for head sizes D, E and a layout of block_q x block_kv tiles.
+def backward_config(call: TileCall, with_dq: bool, narrow: bool = False) -> BackwardConfig:
+    """The configuration of the column kernel.
 
     `narrow`: its columns are windows of a few tiles, of which the edges are a tenth.
     """
-    size = padded(max(D, E))
-    step = 128 if (size, block_kv, score) == (64, 128, "fold") else 64
-    stages = 3 if block_kv == 64 and size < 128 else 2
-    q_stages = 3 if size < 128 else 2
-    # Where items are long, the loop that tells warpgroups apart takes more than it leaves out.
-    edges = narrow and (size, block_kv, score) == (128, 128, "fold")
-    found = BackwardConfig(
-        dtype, size, size, block_q, block_kv, q_stages, stages, score, with_dq, lengths=lengths, step=step, edges=edges,
-        clears=least(clears, lengths),
+    size = padded(max(call.D, call.E))
+    c = call._replace(D=size, E=size)
+    return c.configured(
+        BackwardConfig, "backward", q_stages=3 if size < 128 else 2,
+        do_stages=3 if c.block_kv == 64 and size < 128 else 2, with_dq=with_dq,
+        step=128 if (size, c.block_kv, c.score) == (64, 128, "fold") else 64,
+        # Where items are long, the loop that tells warpgroups apart takes more than it leaves out.
+        edges=narrow and (size, c.block_kv, c.score) == (128, 128, "fold"),
     )  # fmt: skip
-    return replace(found, **tuned("backward", size, size, block_q, block_kv))
 
 
 @cache
-def wide_config(
-    dtype: str,
-    D: int,
-    E: int,
-    block_q: int,
-    block_kv: int,
-    score: str,
-    lengths: bool = False,
-    clears: int = Clears.NOTHING,
-) -> WideConfig:  # fmt: skip
-    """The configuration of dK and dV for head sizes over 128 and a layout of block_q x block_kv tiles."""
-    D, E = padded(max(D, E)), padded(E)
-    stages = 2 if D > 192 else 3
-    found = WideConfig(
-        dtype, D, E, block_q, block_kv, 64, stages, stages, score, lengths, clears=least(clears, lengths)
-    )
-    return replace(found, **tuned("wide", D, E, block_q, block_kv))
+def wide_config(call: TileCall) -> WideConfig:
+    """The configuration of dK and dV for head sizes over 128."""
+    c = call.padded()
+    stages = 2 if c.D > 192 else 3
+    return c.configured(WideConfig, "wide", q_stages=stages, do_stages=stages)
 
 
 @cache
-def query_config(
-    dtype: str,
-    D: int,
-    E: int,
-    block_q: int,
-    block_kv: int,
-    score: str,
-    lengths: bool = False,
-    clears: int = Clears.NOTHING,
-) -> QueryConfig:  # fmt: skip
-    """The configuration of dQ by rows for head sizes D, E and a layout of block_q x block_kv tiles."""
-    D, E = padded(max(D, E)), padded(E)
+def query_config(call: TileCall) -> QueryConfig:
+    """The configuration of dQ by rows."""
+    c = call.padded()
     step, k_stages, v_stages = {
         64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 192: (64, 2, 2), 256: (64, 2, 1)
-    }[D]  # fmt: skip
+    }[c.D]  # fmt: skip
     # Three warpgroups have 160 registers a thread each: room for a quarter of the scores of a 128-key tile.
-    step = min(step, block_kv, 64 if block_q == 192 else 128)
-    found = QueryConfig(
-        dtype, D, E, block_q, block_kv, step, k_stages, v_stages, score, lengths, max(clears, int(lengths))
-    )
-    return replace(found, **tuned("query_gradient", D, E, block_q, block_kv))
+    step = min(step, c.block_kv, 64 if c.block_q == 192 else 128)
+    return c.configured(QueryConfig, "query_gradient", step=step, k_stages=k_stages, v_stages=v_stages)
 
 
 @cache

@@ -13,6 +13,7 @@ from gossamer.kernels.hopper.choice import (
     HEAD_SIZES,
     SMALL,
     WIDE,
+    TileCall,
     backward_config,
     forward_config,
     kept_config,
@@ -39,29 +40,30 @@ def shipped() -> tuple[Shipped, ...]:
         _, E = size
         block_q = 192 if max(size) <= 64 else 128
         for score in ("fold", "softcap") if dtype == "bfloat16" else ("fold",):
-            tile = (dtype, *size, block_q, 128, score)
-            add("forward", forward_config(*tile), dtype=dtype, size=size)
-            query = query_config(*tile)
+            tile = TileCall(dtype, *size, block_q, 128, score)
+            add("forward", forward_config(tile), dtype=dtype, size=size)
+            query = query_config(tile)
             add("query_gradient", query, dtype=dtype, size=size)
             if max(size) > WIDE:
-                columns: Any = wide_config(*tile)
+                columns: Any = wide_config(tile)
                 add("wide", columns, dtype=dtype, size=size)
                 if score == "fold":
                     add("wide", replace(columns, keeps=True), dtype=dtype, size=size)
                     add("kept", kept_config(dtype, query.D, 128, 128), dtype=dtype, size=size)
             else:
                 for with_dq in (True, False) if score == "fold" else (True,):
-                    columns = backward_config(*tile, with_dq)
+                    columns = backward_config(tile, with_dq)
                     add("backward", columns, dtype=dtype, size=size)
                 if dtype == "bfloat16":
-                    add("backward", backward_config(*tile, True, narrow=True), dtype=dtype, size=size)
+                    add("backward", backward_config(tile, True, narrow=True), dtype=dtype, size=size)
         for lengths in (False, True):  # one query behind keys that grow has them
-            add("forward", forward_config(dtype, *size, 64, 64, "fold", lengths), dtype=dtype, size=size)
+            add("forward", forward_config(TileCall(dtype, *size, 64, 64, "fold", lengths)), dtype=dtype, size=size)
         if max(size) <= WIDE:
-            add("backward", backward_config(dtype, *size, 64, 64, "fold", False), dtype=dtype, size=size)
+            columns = backward_config(TileCall(dtype, *size, 64, 64, "fold"), False)
+            add("backward", columns, dtype=dtype, size=size)
         if SMALL < max(size) <= WIDE:
             for block in (64, 128):
-                of_columns = backward_config(dtype, *size, block, block, "fold", False)
+                of_columns = backward_config(TileCall(dtype, *size, block, block, "fold"), False)
                 add("backward", replace(of_columns, keeps=True), dtype=dtype, size=size)
                 add("kept", kept_config(dtype, query.D, block, block), dtype=dtype, size=size)
         add("merge", dtype, E, 64, dtype=dtype, size=size)
@@ -71,9 +73,10 @@ def shipped() -> tuple[Shipped, ...]:
             add("postprocess", dtype, columns.D, dtype=dtype, size=size)
         for width, block in ((columns.D, 128), (columns.E, 128), (query.D, block_q)):
             add("sum_parts", dtype, width, block, dtype=dtype, size=size)
-    add("forward", forward_config("bfloat16", 128, 128, 128, 128, "scale"), dtype="bfloat16", size=(128, 128))
+    scaled = forward_config(TileCall("bfloat16", 128, 128, 128, 128, "scale"))
+    add("forward", scaled, dtype="bfloat16", size=(128, 128))
     for width, block_q in ((64, 192), (128, 128)):  # packed sequences, which may be padded
-        packed = ("bfloat16", width, width, block_q, 128, "fold")
-        add("forward", forward_config(*packed, clears=Clears.INTERVALS), dtype="bfloat16", size=(width, width))
-        add("backward", backward_config(*packed, True, clears=Clears.INTERVALS), dtype="bfloat16", size=(width, width))
+        packed = TileCall("bfloat16", width, width, block_q, 128, "fold", clears=Clears.INTERVALS)
+        add("forward", forward_config(packed), dtype="bfloat16", size=(width, width))
+        add("backward", backward_config(packed, True), dtype="bfloat16", size=(width, width))
     return tuple(found.values())

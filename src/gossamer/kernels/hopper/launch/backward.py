@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from gossamer.cute.configurations import Clears
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.choice import WIDE, backward_config, query_config, wide_config
+from gossamer.kernels.hopper.choice import WIDE, TileCall, backward_config, query_config, wide_config
 from gossamer.kernels.hopper.device.configurations import BackwardConfig, QueryConfig, WideConfig
 from gossamer.kernels.hopper.launch.arguments import (
     Schedule,
@@ -90,7 +90,8 @@ def query_gradient(
 ) -> None:  # fmt: skip
     """Write dq by a walk over the rows of the layout. `inputs`: q, k, v, dout and row terms; `end`: key lengths."""
     walk, tile = layout.rows, (layout.rows.block_rows, layout.rows.block_columns)
-    config = config or query_config(p.dtype, p.D, p.E, *tile, score_of(scoring, True), end is not None, what)
+    call = TileCall(p.dtype, p.D, p.E, *tile, score_of(scoring, True), end is not None, what)
+    config = config or query_config(call)
     most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     s = schedule(b, "rows", made, most, config.block_q, **lists(layout, blocks=0 if end else most)._asdict())
@@ -101,11 +102,11 @@ def column_config(
     p: Problem, layout: BlockLayout, scoring: Scoring, has_lengths: bool, what: int
 ) -> BackwardConfig | WideConfig:
     """The configuration of the walk over columns; `what` it clears."""
-    sizes = p.dtype, p.D, p.E, layout.columns.block_columns, layout.columns.block_rows
-    score = score_of(scoring, True)
+    tile = layout.columns.block_columns, layout.columns.block_rows
+    call = TileCall(p.dtype, p.D, p.E, *tile, score_of(scoring, True), has_lengths, what)
     if max(p.D, p.E) > WIDE:
-        return wide_config(*sizes, score, has_lengths, what)
-    return backward_config(*sizes, score, summed(p, layout), has_lengths, narrow(layout), what)
+        return wide_config(call)
+    return backward_config(call, summed(p, layout), narrow(layout))
 
 
 def narrow(layout: BlockLayout) -> bool:

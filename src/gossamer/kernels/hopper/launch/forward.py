@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.hopper.choice import forward_config
+from gossamer.kernels.hopper.choice import TileCall, forward_config
 from gossamer.kernels.hopper.device.configurations import ForwardConfig
 from gossamer.kernels.hopper.launch.arguments import (
     factors,
@@ -56,7 +56,8 @@ def forward(
         p = replace(p, H=p.G, Q=p.Q * heads)
     walk, score, end = layout.rows, score_of(scoring), lengths(b, p.K)
     tile = walk.block_rows, walk.block_columns
-    config = config or forward_config(p.dtype, p.D, p.E, *tile, score, end is not None, clears(layout))
+    call = TileCall(p.dtype, p.D, p.E, *tile, score, end is not None, clears(layout))
+    config = config or forward_config(call)
     most = config.blocks * p.processors
     made = work(layout, *sharing(p.H, p.B, walk), most, split)
     # Lengths are looked up in lists that ascend.
