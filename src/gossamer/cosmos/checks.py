@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gossamer.checks import real, show
+
 
 def is_known(x: Any) -> bool:
     """Whether numbers are there, not traced by a transformation of JAX."""
@@ -14,21 +16,12 @@ def is_known(x: Any) -> bool:
 
 
 def describe(x: Any) -> str:
-    """A value in a message: an array by its type and shape, anything else as Python shows it, at most 80 letters."""
-    if hasattr(x, "shape") and hasattr(x, "dtype") and np.ndim(x):
-        return f"an array of {x.dtype} {tuple(x.shape)}"
-    text = repr(x)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value in a message: an array by its type and shape, anything else as Python shows it, cut."""
+    return f"an array of {x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") and np.ndim(x) else show(x)
 
 
 def number(name: str, value: Any, least: float, most: float) -> None:
     """Raises ValueError unless a value that is known is one number within [least, most]."""
-    if not is_known(value):
-        return
-    right = not isinstance(value, (bool, str)) and np.ndim(value) == 0
-    try:
-        right = right and least <= float(value) <= most
-    except (TypeError, ValueError):
-        right = False
-    if not right:
+    known = real(value)
+    if is_known(value) and (known is None or not least <= known <= most):
         raise ValueError(f"{name} must be a number from {least:g} to {most:g}; got {describe(value)}")

@@ -135,7 +135,8 @@ def arguments_of(q: Any, k: Any, v: Any, o: AttentionOptions, names: Sequence[st
     named = o.implementation is None or o.implementation in names
     raise_first([(named, "implementation", o.implementation, f"be None or one of {', '.join(names)}")], describe)
     check_flags(deterministic=o.deterministic)
-    check_distance(o.alibi_distance, slopes is not None)
+    if o.alibi_distance is not None:
+        check_distance(o.alibi_distance, slopes is not None)
     wide = jnp.dtype(compute_dtype(str(q.dtype)))
     vectors = Vectors(
         None if lengths is None else _clamped(lengths, K),
@@ -236,7 +237,7 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     _, K, G, _ = k.shape
     yield k.shape[3] == D, "key", k, f"have the head size of query, D={D}"
     yield v.shape[1:3] == (K, G), "value", v, f"have the positions and heads of key, (K, G) = {(K, G)}"
-    yield from size_checks(("query", "key", "value"), H, G, (D, v.shape[3]), (Q, K), describe(k))
+    yield from size_checks(("query", "key", "value"), H, G, (D, v.shape[3]), (Q, K), lambda: describe(k))
     for name, x in zip(vectors._fields, vectors, strict=True):
         if x is None:
             continue

@@ -38,7 +38,7 @@ def bytes_of(layout: BlockLayout | GatherLayout) -> int:
     if isinstance(layout, GatherLayout) or layout.device.type != "cpu":
         return (4 if layout.device.type == "cpu" else 2) * size
     masks = layout.rows.interval.indices.shape[0] + layout.rows.pool.shape[0]
-    return size + masks * layout.block_q * layout.block_kv
+    return size + masks * layout.rows.block_rows * layout.rows.block_columns
 
 
 def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: Any) -> Any:

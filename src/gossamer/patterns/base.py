@@ -305,7 +305,8 @@ class Pattern(metaclass=_PatternMeta):
 
     def keeps_intervals(self, sizes: Sizes) -> bool:
         """Whether every row of every head keeps one interval of keys: its tiles are dense."""
-        return all(part.lower(sizes).intervals(sizes) is not None for part in self.distinct()[0])
+        parts = [self.at(0, 0)] if self.lead == (1, 1) else self.distinct()[0]
+        return all(part.lower(sizes).intervals(sizes) is not None for part in parts)
 
     def tile_bound(self, grid: Grid) -> int:
         """An upper bound of how many tiles `tile_candidates` lists over all rows."""

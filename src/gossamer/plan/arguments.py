@@ -36,7 +36,12 @@ def offset_check(q_offset: int, Q: int, K: int) -> Check:
 
 
 def size_checks(
-    names: tuple[str, str, str], H: int, G: int, sizes: tuple[int, int], lengths: tuple[int, int], given: str
+    names: tuple[str, str, str],
+    H: int,
+    G: int,
+    sizes: tuple[int, int],
+    lengths: tuple[int, int],
+    given: Callable[[], str],
 ) -> Iterator[Check]:
     """The checks of numbers of heads, of head sizes (D, E), and of lengths (Q, K).
 
@@ -45,8 +50,8 @@ def size_checks(
         given: the keys in words.
     """
     q, k, v = names
-    divides = f"have a number of heads G that divides {q}'s H={H}"
-    yield H % (G or H + 1) == 0, k, Wording(f"G={G}, {given}"), divides
+    if H % (G or H + 1):
+        yield False, k, Wording(f"G={G}, {given()}"), f"have a number of heads G that divides {q}'s H={H}"
     yield max(sizes) <= MAX_HEAD, f"{q} and {v}", sizes, f"have head sizes D, E up to {MAX_HEAD}"
     yield max(lengths) < MOST, f"{q} and {k}", lengths, f"have fewer than 2**31 - 2**16 = {MOST} positions Q, K"
 
@@ -96,13 +101,11 @@ def listed_lengths(
 
 
 def check_distance(alibi_distance: Any, slopes: bool) -> None:
-    """Raise ValueError unless it says how slopes count keys after the query, or nothing.
+    """Raise ValueError unless one that is given says how slopes count keys after the query.
 
     Args:
         slopes: whether the call has alibi_slopes.
     """
-    if alibi_distance is None:
-        return
     if not isinstance(alibi_distance, str) or alibi_distance not in DISTANCES:
         raise ValueError(
             'alibi_distance must be "signed", slope * (j - i), "absolute", -slope * |i - j|, or None; '

@@ -158,11 +158,15 @@ def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
     p, first = plan.problem, plan.implementations[0]
     if first.layout != "block":
         return Chosen(first, first.layout)
+    (walker, tile), *others = plan.offers
+    if not others and pattern.keeps_intervals(pattern._sizes(p.Q, p.K, q_offset)):  # no gather layout takes less
+        block_q, block_kv = tile
+        return Chosen(walker, "block", block_q, block_kv)
     machine = machine_of(p, pattern)
     at = cheapest(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     if at < len(plan.tiles):
-        walker, tile = plan.options[at]
-        return Chosen(walker, "block", tile.block_q, tile.block_kv)
+        walker, costs = plan.options[at]
+        return Chosen(walker, "block", costs.block_q, costs.block_kv)
     gatherer, gather = plan.gather_options[at - len(plan.tiles)]
     return Chosen(gatherer, "gather", gather.choice.block_q)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gossamer.memo import Memo
+from gossamer.patterns.grid import Sizes
 from gossamer.patterns.handles import token_of
 from gossamer.plan.capability import Candidate, gathers_alone, reasons
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
@@ -22,7 +23,6 @@ class Plan:
     implementations: tuple[Candidate, ...]
     refused: tuple[str, ...]  # the others
     later: Plan | None = None  # of the backward, where that is another
-    gatherers: tuple[Candidate, ...] = ()  # refused, but for gather layouts
 
     @property
     def gradient(self) -> Plan:
@@ -30,22 +30,31 @@ class Plan:
         return self.later or self
 
     @cached_property
-    def options(self) -> list[tuple[Candidate, TileCosts]]:
+    def offers(self) -> list[tuple[Candidate, tuple[int, int]]]:
         """Every tile that an implementation offers; preferred ones first.
 
         One that nobody measured is taken where it comes first in the table, not for what it might cost.
         """
-        p, costs = self.problem, costs_of(self.problem)
-        walkers = [i for i in self.implementations if i.layout == "block"]
-        able = [i for at, i in enumerate(walkers) if not at or costs.has(i.name)]
-        preferred = [(i, i.tile(p)) for i in able]
-        others = [(i, tile) for i in able for tile in i.tile_choices(p)]
-        return [(i, costs.tile(i.name, *tile)) for i, tile in preferred + others]
+        p, walkers = self.problem, [i for i in self.implementations if i.layout == "block"]
+        able = walkers[:1] + [i for i in walkers[1:] if costs_of(p).has(i.name)]
+        return [(i, i.tile(p)) for i in able] + [(i, tile) for i in able for tile in i.tile_choices(p)]
+
+    @cached_property
+    def options(self) -> list[tuple[Candidate, TileCosts]]:
+        """The tiles of `offers`, with what they cost."""
+        costs = costs_of(self.problem)
+        return [(i, costs.tile(i.name, *tile)) for i, tile in self.offers]
 
     @cached_property
     def tiles(self) -> tuple[TileCosts, ...]:
         """The tiles of `options`."""
         return tuple(tile for _, tile in self.options)
+
+    @cached_property
+    def gatherers(self) -> list[Candidate]:
+        """Those that are refused, but for gather layouts."""
+        refused = [i for i in map(load, self.refused) if not isinstance(i, str)]
+        return [i for i in refused if gathers_alone(self.problem, i.capability) and not i.unavailable()]
 
     @cached_property
     def gather_options(self) -> list[tuple[Candidate, GatherCosts]]:
@@ -65,10 +74,13 @@ class Plan:
 
     def partition(self, handle: int, q_offset: int) -> Partition | None:
         """The parts of a call with the pattern of a handle, or None where it is computed as one; remembered."""
+        pattern = token_of(handle).pattern
+        if pattern.keeps_intervals(Sizes(self.problem.Q, self.problem.K, q_offset)):  # nothing in it is dilated
+            return None
 
         def make() -> tuple[Partition | None]:
             tiles = self.tiles if self.implementations[0].layout == "block" else ()
-            return (partition_of(token_of(handle).pattern, self.problem, q_offset, tiles, self.gathers),)
+            return (partition_of(pattern, self.problem, q_offset, tiles, self.gathers),)
 
         (partition,) = self._partitions.get_or_make((handle, q_offset), make)
         return partition
@@ -100,20 +112,17 @@ def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> 
         problem = replace(problem, backward=False)
     refused: list[str] = []
     able: list[Candidate] = []
-    gatherers: list[Candidate] = []
     for name in NAMES if implementation is None else [implementation]:
         found = load(name)
         if able and not isinstance(found, str) and found.layout != "block":
             continue  # it would come first or not at all: choices are among tiles
-        if not (isinstance(found, str) or reasons(problem, found.capability) or found.unavailable()):
+        if isinstance(found, str) or reasons(problem, found.capability) or found.unavailable():
+            refused.append(name)
+        else:
             able.append(found)
-            continue
-        refused.append(name)
-        if not isinstance(found, str) and gathers_alone(problem, found.capability) and not found.unavailable():
-            gatherers.append(found)
     if not able:
         raise Unsupported(_refusal(implementation, problem, refused))
-    return Plan(problem, tuple(able), tuple(refused), later, tuple(gatherers))
+    return Plan(problem, tuple(able), tuple(refused), later)
 
 
 def _refusal(named: str | None, problem: Problem, refused: list[str]) -> str:

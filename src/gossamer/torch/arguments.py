@@ -104,7 +104,9 @@ def coerced(q: Any, o: AttentionOptions, vectors: Vectors | tuple[()] | None = N
     if vectors is None:
         vectors = vectors_of(q, o.key_lengths, o.sink_logits, o.alibi_slopes)
     key_lengths, sinks, slopes = vectors or NO_VECTORS
-    starts, deterministic = lengths(o.key_starts, q, "key_starts"), is_deterministic(o.deterministic)
+    starts, deterministic = lengths(o.key_starts, q, "key_starts"), o.deterministic
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     return AttentionOptions(
         number(o.scale), offset(o.q_offset), starts, key_lengths, number(o.softcap), sinks, slopes, o.alibi_distance,
         o.implementation, deterministic, o.layout,
@@ -121,7 +123,8 @@ def arguments_of(q: Any, k: Any, v: Any, o: AttentionOptions) -> Arguments:
         ValueError: an argument is of a type that nothing accepts.
     """
     check_types(q, k, v, o)
-    check_distance(o.alibi_distance, o.alibi_slopes is not None)
+    if o.alibi_distance is not None:
+        check_distance(o.alibi_distance, o.alibi_slopes is not None)
     bshd, dims = o.layout is not BHND and is_bshd(o.layout), q.ndim
     backward = not torch.compiler.is_compiling() and differentiable(q, k, v, o.sink_logits)
     q, of_keys, of_values = four_dimensional(q, k, v, bshd)
@@ -139,15 +142,6 @@ def vectors_of(q: Any, key_lengths: Any, sink_logits: Any, alibi_slopes: Any) ->
     # In no_grad mode a copy of slopes would not ask for the gradient that is refused.
     refused = isinstance(alibi_slopes, Tensor) and alibi_slopes.requires_grad
     return Vectors(lengths(key_lengths, q), wide(sink_logits, q), alibi_slopes if refused else wide(alibi_slopes, q))
-
-
-def is_deterministic(deterministic: Any) -> bool:
-    """The option, or torch's setting where it is None."""
-    if deterministic is None:
-        return torch.are_deterministic_algorithms_enabled()
-    if not isinstance(deterministic, bool):
-        raise ValueError(f"deterministic must be True, False or None; got {describe(deterministic)}")
-    return deterministic
 
 
 def lengths(x: Any, q: Any, name: str = "key_lengths") -> Any:
@@ -243,6 +237,8 @@ def check_types(q: Any, k: Any, v: Any, o: AttentionOptions) -> None:
             raise ValueError(f"{name} must be a tensor on q's device, {q.device}; got {describe(x)}")
     if o.implementation is not None and not isinstance(o.implementation, str):
         raise ValueError(f"implementation must be a name or None; got {describe(o.implementation)}")
+    if not isinstance(o.deterministic, (bool, type(None))):
+        raise ValueError(f"deterministic must be True, False or None; got {describe(o.deterministic)}")
     tensors = {name: getattr(o, name) for name in ("key_lengths", "key_starts", "sink_logits", "alibi_slopes")}
     for name, x in tensors.items():
         if x is not None and not isinstance(x, Tensor):
@@ -343,7 +339,7 @@ def _checks(a: Arguments) -> Iterator[Check]:
     yield k.shape[3] == D, "k", k, f"have the head size of q, D={D}"
     yield k.shape[1:3] == (G, K), "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield E > 0, "v", v, "have a head size E of at least 1"
-    yield from size_checks(("q", "k", "v"), H, G, (D, E), (Q, K), describe(as_given(k, a)))
+    yield from size_checks(("q", "k", "v"), H, G, (D, E), (Q, K), lambda: describe(as_given(k, a)))
     if not a.scale is a.softcap is None:
         yield from factor_checks(a.scale, a.softcap, D, dtype)
     if a.q_offset is not None:

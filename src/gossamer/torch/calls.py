@@ -132,8 +132,9 @@ class Call:
         a, attended = request.arguments, request.attended
         self.plan = plan_for(a, attended.geometry, request.keys)
         self.scoring = scoring_of(a, self.plan.problem.K)
-        check_rows(self.plan.problem, self.scoring, attended.handle)
-        check_distances(a, self.scoring, attended.handle)
+        if self.plan.problem.score_terms:
+            check_rows(self.plan.problem, self.scoring, attended.handle)
+            check_distances(a, self.scoring, attended.handle)
         check_sizes(a, attended.handle)
         self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
@@ -197,7 +198,7 @@ class Call:
         prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._kept(given) else make()
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
-        return bind(with_own(prepared, made), self.device, (*INPUTS[direction], *self._vectors))
+        return bind(with_own(prepared, made) if made else prepared, self.device, (*INPUTS[direction], *self._vectors))
 
     def _kept(self, given: DataLayout | None) -> bool:
         """Whether a launch outlasts the call: not of data in the buffers of a compiled graph, which has its memory."""

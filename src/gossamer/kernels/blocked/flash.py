@@ -78,7 +78,7 @@ class Schedule:
     """The calls of a problem, and the rows that no call, or no key of one, is for."""
 
     calls: tuple[Call, ...]
-    attended: Attended  # of what they read
+    attended: Attended | None  # of what they read; None: all
     empty: tuple[tuple[slice, slice, Tensor], ...] = ()  # batch elements, heads, (Q,) bool
     whole: Call | None = None  # the one call, of one block, that computes everything: its results are the results
 
@@ -97,6 +97,7 @@ class FlashPlan:
 
     def __init__(self, parts: tuple[Part, ...], problem: Problem, features: int) -> None:
         self.parts, self.problem, self.features = parts, problem, features
+        self.wide = torch.float64 if problem.dtype == "float64" else torch.float32  # the type of lse
         self._masks: dict[tuple[bytes, bytes, int], Tensor] = {}
         self._of_lengths: Memo[Schedule] = Memo(KEPT_LENGTHS)
         self.all = self._schedule(parts)
@@ -134,13 +135,13 @@ class FlashPlan:
             if none.any():
                 empty.append((part.batch, part.heads, torch.from_numpy(none)))
         whole = calls[0] if len(calls) == 1 and calls[0].blocks == 1 and not empty else None
-        return Schedule(tuple(calls), Attended(self._rows(empty), self._keys(parts)), tuple(empty), whole)
+        rows, keys = self._rows(empty) if empty else None, self._keys(parts)
+        attended = None if rows is keys is None else Attended(rows, keys)
+        return Schedule(tuple(calls), attended, tuple(empty), whole)
 
-    def _rows(self, empty: list[tuple[slice, slice, Tensor]]) -> Tensor | None:
-        """The queries that keep anything; None: all."""
+    def _rows(self, empty: list[tuple[slice, slice, Tensor]]) -> Tensor:
+        """The queries that keep anything."""
         p = self.problem
-        if not empty:
-            return None
         kept = torch.ones(p.B, p.H, p.Q, 1, dtype=torch.bool, device="cpu")
         for batch, heads, none in empty:
             kept[batch, heads] = ~none[:, None]
@@ -297,21 +298,21 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
             computed += sum(PAIRS_OF_CALL + heads * x.n * (PAIRS_OF_BLOCK + x.pairs // x.n) for x in blocks)
             h = end
     tiles = sum(int(np.asarray(x.counts).sum()) for x in layout.rows.lists.values())
-    tiled = tiles * layout.block_q * layout.block_kv * p.B * p.H // (bl * hl)
+    tiled = tiles * layout.rows.block_rows * layout.rows.block_columns * p.B * p.H // (bl * hl)
     return FlashPlan(tuple(parts), problem, features) if computed <= 2 * tiled + 16 * PAIRS_OF_CALL else None
 
 
 def forward(plan: FlashPlan, terms: Terms, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     p, schedule, dtype = plan.problem, plan.schedule(terms.key_lengths), q.dtype
-    there = schedule.attended
-    q, k, v = there.of_rows(q), there.of_keys(k), there.of_keys(v)
+    if (there := schedule.attended) is not None:
+        q, k, v = there.of_rows(q), there.of_keys(k), there.of_keys(v)
     if schedule.whole is not None:
         out, lse = _whole(plan, schedule.whole, terms.scale, q, k, v)
     else:
         q, k, v = (widened(x, plan.features) for x in converted(q, k, v))
         out = (q.new_zeros if schedule.empty else q.new_empty)(p.B, p.H, p.Q, plan.features)
-        lse = q.new_empty((p.B, p.H, p.Q), dtype=compute_dtype(q.dtype))
+        lse = q.new_empty((p.B, p.H, p.Q), dtype=plan.wide)
         for call in schedule.calls:
             found, sums = flash(
                 call.q.of(q), call.k.of(k), call.k.of(v), 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
@@ -387,8 +388,8 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
     p, S, schedule = plan.problem, plan.features, plan.schedule(terms.key_lengths)
-    there = schedule.attended
-    dout, q, k, v = there.of_rows(dout), there.of_rows(q), there.of_keys(k), there.of_keys(v)
+    if (there := schedule.attended) is not None:
+        dout, q, k, v = there.of_rows(dout), there.of_rows(q), there.of_keys(k), there.of_keys(v)
     given = operands(dout, dlse, q, k, v, out, lse, S, bool(schedule.empty))
     found: tuple[Tensor, ...] = ()
     if schedule.whole is not None and schedule.whole.keys == p.K:
