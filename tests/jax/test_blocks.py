@@ -71,7 +71,7 @@ def test_random_lists(part: int) -> None:
 
 
 def test_made_once_and_given_to_layers() -> None:
-    """A Plan made inside of `jit` goes through scan, checkpoint and the gradient; vmap makes one for each element."""
+    """One made inside of `jit` goes through scan, checkpoint and the gradient; vmap makes one for each element."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((1, 256, 2, 8)), jnp.float32)
     lists = jnp.asarray(rng.integers(0, 4, (3, 4, 2)))

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import gossamer as gs
 import gossamer.jax as gsj
-from gossamer.jax import plan as plans
+from gossamer.jax import prepared as plans
 from gossamer.jax.api import asked_of
 from gossamer.jax.arguments import AttentionOptions, arguments_of
 from gossamer.memo import forget_all
@@ -266,7 +266,7 @@ def test_a_plan_is_an_argument(calls: list[str]) -> None:
     given: dict[str, Any] = {"softcap": 3.0, "key_lengths": [100, 130]}
     assert gsj.explain(q, k, v, first, **given).kernels and plan_of(first, q, k, v, **given).recipe is first.recipe
     close(jax.jit(both(first, "hopper", **given))(*arrays), by_lax(gs.Causal(), arrays, **given))
-    with pytest.raises(gs.Unsupported, match="its Plan was prepared for other calls"):
+    with pytest.raises(gs.Unsupported, match="its Prepared was prepared for other calls"):
         gsj.attention(q, k, v, of_mask, softcap=3.0, implementation="hopper")
 
 
@@ -285,7 +285,7 @@ def test_a_plan_of_gathered_keys_has_no_tiles(calls: list[str]) -> None:
 
 
 def plan_of(plan: Any, q: Any, k: Any, v: Any, **terms: Any) -> Any:
-    """What a call with a Plan reads."""
+    """What a call with a Prepared reads."""
     lengths = jnp.asarray(terms.pop("key_lengths"))
     a = arguments_of(q, k, v, AttentionOptions(key_lengths=lengths, **terms), ())
     return plans.plan_of(plan, asked_of(a, None))

@@ -81,7 +81,7 @@ def test_the_backward_of_small_tiles_keeps_dS() -> None:
 
 
 def test_transformations() -> None:
-    """Copies of a batched axis, layers of a scan, and a Plan as an argument give the bits of single calls."""
+    """Copies of a batched axis, layers of a scan, and a Prepared as an argument give the bits of single calls."""
     q, k, v = (jax.random.normal(jax.random.key(i), (3, 2, 512, 4, 64), jnp.bfloat16) for i in range(3))
     pattern = gs.SlidingWindow(100)
 

@@ -31,7 +31,7 @@ def test_a_large_plan_is_no_part_of_the_program() -> None:
         warnings.simplefilter("error")
         text = jax.jit(lambda plan, x: gsj.attention(x, x, x, plan)).lower(plan, x).as_text()
     assert len(text) < 100_000
-    with pytest.warns(UserWarning, match=r"make a Plan by gossamer\.jax\.prepare\(pattern, query, key\) outside"):
+    with pytest.warns(UserWarning, match=r"make a Prepared by gossamer\.jax\.prepare\(pattern, query, key\) outside"):
         jax.jit(lambda x: gsj.attention(x, x, x, pattern)).lower(x)
     small = gs.SlidingWindow(200)
     with warnings.catch_warnings():
@@ -126,13 +126,13 @@ def test_what_is_refused_of_plans() -> None:
     plan = gsj.prepare(gs.Causal(), x, x)
     with pytest.raises(ValueError, match="is of Q=70, K=70; the inputs have Q=71, K=70"):
         gsj.attention(ones(71, 2), x, x, plan)
-    with pytest.raises(ValueError, match="q_offset must be left out with a Plan, which was made with q_offset=0"):
+    with pytest.raises(ValueError, match="q_offset must be left out with a Prepared, which was made with q_offset=0"):
         gsj.attention(x, x, x, plan, q_offset=2)
     assert gsj.attention(x, x, x, plan, q_offset=0).shape == x.shape
     each = gsj.prepare(gs.PerHead([gs.Causal(), gs.Dense()]), x, x)
     with pytest.raises(ValueError, match="is of 1 batch elements and 2 heads; the inputs have 1 and 1"):
         gsj.attention(x[:, :, :1], x[:, :, :1], x[:, :, :1], each)
-    with pytest.raises(ValueError, match="computed in a program: make a Plan of it"):
+    with pytest.raises(ValueError, match="computed in a program: make a Prepared of it"):
         jax.jit(lambda mask: gsj.attention(x, x, x, mask))(np.ones((70, 70), bool))
 
 
@@ -218,4 +218,11 @@ def test_a_plan_without_arrays_has_a_repr() -> None:
     shapes = jax.eval_shape(lambda plan: plan, plan)
     assert repr(shapes) == repr(plan) and shapes.nbytes == plan.nbytes > 0
     for leaf in (None, 0, "x"):
-        assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, plan)) == "Plan(Causal(), Q=8, K=8, 0 bytes)"
+        assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, plan)) == "Prepared(Causal(), Q=8, K=8, 0 bytes)"
+
+
+def test_the_name_before_is_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"gossamer\.jax\.Plan is called gossamer\.jax\.Prepared"):
+        assert gsj.Plan is gsj.Prepared
+    with pytest.raises(AttributeError, match="no attribute 'Plans'"):
+        gsj.Plans  # noqa: B018

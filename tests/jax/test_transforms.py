@@ -170,7 +170,7 @@ def test_sharded_jit_gathers_nothing() -> None:
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P(("x", "y")), P(None, "x"), P()], ids=str)
 def test_sharded_any_way(spec: P) -> None:
-    """Right however tensors lie, score terms and a Plan beside them, with lists of each head too."""
+    """Right however tensors lie, score terms and a Prepared beside them, with lists of each head too."""
     q, k, v = tensors()
     mesh = mesh_of(AxisType.Auto)
     pattern = gs.PerHead([gs.SlidingWindow(n) for n in (3, 9, 27, 81)])

@@ -37,7 +37,7 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("Neighbors.allocate", "capacity"): (lambda n: gp.Neighbors.allocate(x, 0.3, capacity=n).indices, 30),
     ("initial_conditions", "order"): (lambda n: gc.initial_conditions(noise, gc.Cosmology(), box, 0.1, order=n), 2),
 }
-MADE = {("Plan", "q_offset")}  # by `prepare`
+MADE = {("Prepared", "q_offset")}  # by `prepare`
 
 
 def asked() -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from gossamer.jax.arguments import (
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
-from gossamer.jax.plan import Asked, Plan, for_call, offset_of, why_no_kernels
+from gossamer.jax.prepared import Asked, Prepared, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
 from gossamer.patterns import Dense, Pattern
@@ -85,8 +85,8 @@ def attention(
         key: (B, S, G, H) and so on, N a multiple of G: query head n uses key head n // (N // G). A batch of 1 is for
             all batch elements.
         value: (B, S, G, E) and so on.
-        pattern: what is attended: a Pattern; a `Plan` that `prepare` made of one, which may be an argument of a jitted
-            function; a boolean array that broadcasts to (B, N, T, S), True where a pair is kept, of numbers that are
+        pattern: what is attended: a Pattern; a `Prepared` of one, which may be an argument of a jitted function;
+            a boolean array that broadcasts to (B, N, T, S), True where a pair is kept, of numbers that are
             known; a jax.experimental.sparse.BCSR matrix (T, S), of which the stored entries count; a BlockLayout of
             numpy arrays. None is every pair.
         scale: H ** -0.5 by default. A number, or an array without dimensions, which may be traced and has a gradient:
@@ -143,7 +143,7 @@ def attention(
     return (out, lse) if return_residual else out
 
 
-def config_of(a: Arguments, plan: Plan, q_offset: int | None, pattern: Any) -> Config:
+def config_of(a: Arguments, plan: Prepared, q_offset: int | None, pattern: Any) -> Config:
     """What a call is compiled for.
 
     Args:
@@ -156,7 +156,7 @@ def config_of(a: Arguments, plan: Plan, q_offset: int | None, pattern: Any) -> C
     if a.vectors.alibi_slopes is not None and a.alibi_distance is None:
         held = Dense() if pattern is None else pattern
         of_pattern = held if isinstance(held, Pattern) else None
-        check_ahead(of_pattern, plan.Q, plan.K, offset, "an array, a layout or a Plan")
+        check_ahead(of_pattern, plan.Q, plan.K, offset, "an array, a layout or a Prepared")
     return Config(
         plan.row_extent, plan.column_extent, a.scale, offset, a.softcap, absolute=a.alibi_distance == "absolute"
     )

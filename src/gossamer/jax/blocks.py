@@ -10,7 +10,7 @@ from jax import Array
 from gossamer.checks import show, whole
 from gossamer.jax import device_arrays
 from gossamer.jax.arguments import describe, shape_of
-from gossamer.jax.plan import Label, Plan, without_tiles
+from gossamer.jax.prepared import Label, Prepared, without_tiles
 from gossamer.jax.tiles import FULL, INTERVAL, Extent, TileLists, Walked
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.walk import TileList, Walk
@@ -24,8 +24,8 @@ RULED = "Dense, Causal, Local, SlidingWindow without sinks, or any & of them"
 def prepare_blocks(
     indices: Array, query: Any, key: Any, *, block_size: int = 64, counts: Array | None = None,
     pattern: Pattern | None = None, q_offset: int | None = None,
-) -> Plan:  # fmt: skip
-    """The Plan of lists of key blocks, one list for each block of queries: what a router or a selection chose.
+) -> Prepared:  # fmt: skip
+    """The prepared form of lists of key blocks, one list for each block of queries: what a router or a selection chose.
 
     Nothing is read back and all sizes follow from shapes, so that it may be made inside of `jit`. Rows are counted from
     0. Blocks in any order; those that are repeated count once, those that do not exist, as -1, not at all.
@@ -80,7 +80,7 @@ def prepare_blocks(
         return without_tiles(name, Q, K, (max(Bl, 1), heads), offset)
     layout = block_list_layout(four, counts, lo, hi, Q, K, block=block_size, xp=device_arrays)
     by_rows, by_columns = _walked(layout.rows, max(n, 1)), _walked(layout.columns, rows)
-    return Plan(by_rows.lists, by_columns.lists, by_rows.extent, by_columns.extent, offset, Label(name))
+    return Prepared(by_rows.lists, by_columns.lists, by_rows.extent, by_columns.extent, offset, Label(name))
 
 
 def _bounds(pattern: Pattern | None, offset: int, Q: int, K: int) -> tuple[Array | None, Array | None]:

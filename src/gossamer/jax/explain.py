@@ -11,7 +11,7 @@ from jax import Array
 
 from gossamer.jax.api import NAMES, Distance, asked_of, config_of
 from gossamer.jax.arguments import AttentionOptions, Lengths, arguments_of, problem_of
-from gossamer.jax.plan import plan_of, why_no_kernels
+from gossamer.jax.prepared import plan_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.plan.problem import Problem
 

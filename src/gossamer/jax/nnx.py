@@ -10,7 +10,7 @@ from jax import Array
 
 from gossamer.checks import integer
 from gossamer.jax.api import attention
-from gossamer.jax.plan import Plan
+from gossamer.jax.prepared import Prepared
 
 
 class MultiHeadAttention(nnx.Module):
@@ -41,7 +41,7 @@ class MultiHeadAttention(nnx.Module):
                 f"dim must be a multiple of heads, and heads of kv_heads; got dim={dim}, heads={heads}, "
                 f"kv_heads={self.kv_heads}"
             )
-        self.pattern = nnx.data(pattern) if isinstance(pattern, Plan) else nnx.static(pattern)
+        self.pattern = nnx.data(pattern) if isinstance(pattern, Prepared) else nnx.static(pattern)
         size = self.dim // self.heads
         options: dict[str, Any] = {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.query = nnx.Linear(dim, dim, **options)

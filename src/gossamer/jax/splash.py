@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from gossamer.jax.arguments import describe
-from gossamer.jax.plan import Plan, tiles_of
+from gossamer.jax.prepared import Prepared, tiles_of
 from gossamer.patterns import CSR, Causal, Dense, Local, Pattern, PerHead, SlidingWindow
 
 KNOWN = "FullMask, CausalMask, LocalMask, ChunkedCausalMask, NumpyMask, MultiHeadMask, and any & and | of them"
 
 
-def from_splash(mask: Any) -> Plan:
-    """The Plan of a mask of `jax.experimental.pallas.ops.tpu.splash_attention`, which is given to `attention` alone.
+def from_splash(mask: Any) -> Prepared:
+    """The prepared form of a mask of `jax.experimental.pallas.ops.tpu.splash_attention`: for `attention` alone.
 
     Args:
         mask: FullMask, CausalMask, LocalMask, ChunkedCausalMask, NumpyMask, any & and | of them, or a MultiHeadMask,

@@ -28,18 +28,18 @@ from gossamer.plan.problem import Problem
 
 EMBEDDED = 2**20  # bytes of lists that a program may hold as constants without a warning
 TILE = 64  # measured on two cores, as for torch
-OTHER_CALLS = "its Plan was prepared for other calls, and of no pattern"
+OTHER_CALLS = "its Prepared was prepared for other calls, and of no pattern"
 PATTERN = (
-    "None, a Pattern, a Plan that `prepare` made, a BlockLayout of numpy arrays, a boolean array that broadcasts to "
+    "None, a Pattern, a Prepared, a BlockLayout of numpy arrays, a boolean array that broadcasts to "
     "(B, H, Q, K), or a jax.experimental.sparse.BCSR matrix (Q, K)"
 )
 
-_plans: Memo[Plan] = Memo()
-_on_device: Memo[Plan] = Memo()
+_plans: Memo[Prepared] = Memo()
+_on_device: Memo[Prepared] = Memo()
 
 
 class Label(str):
-    """What a Plan was made from, in words. All are equal: a program is that of any Plan of the same shapes."""
+    """What a Prepared was made from, in words. All are equal: a program is that of any Prepared of the same shapes."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Label)
@@ -54,7 +54,7 @@ class Label(str):
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "columns", "lists"],
          meta_fields=["row_extent", "column_extent", "q_offset", "name", "recipe"])  # fmt: skip
 @dataclass(frozen=True)
-class Plan:
+class Prepared:
     """What `prepare` makes: the tiles that a pattern keeps, as arrays, and all else as configuration.
 
     A pytree: as an argument of a jitted function its arrays are no constants of the program. It is given to `attention`
@@ -92,17 +92,17 @@ class Plan:
         return sum(int(x.size) * x.dtype.itemsize for x in arrays.values())
 
     def __repr__(self) -> str:
-        return f"Plan({self.name}, Q={self.Q}, K={self.K}, {self.nbytes:,} bytes)"
+        return f"Prepared({self.name}, Q={self.Q}, K={self.K}, {self.nbytes:,} bytes)"
 
 
 def prepare(
     pattern: Any, query: Any, key: Any, value: Any = None, *, q_offset: int | None = None, scale: float | None = None,
     softcap: float | None = None, key_lengths: bool = False, sink_logits: bool = False, deterministic: bool = False,
-) -> Plan:  # fmt: skip
+) -> Prepared:  # fmt: skip
     """Lay a pattern out for calls with queries and keys of these shapes, for the forward and the backward.
 
     `attention` does so itself, and keeps what it made. But inside of `jit` the lists become constants of the program,
-    which for large ones takes long to compile; a Plan that is an argument of the jitted function does not.
+    which for large ones takes long to compile; a Prepared that is an argument of the jitted function does not.
 
     Args:
         pattern: what is attended, as `attention` takes it.
@@ -111,7 +111,7 @@ def prepare(
         value: likewise; None: as `key`.
         q_offset: position of query row 0, K - Q by default.
         scale: of the calls; softcap and deterministic likewise. Kernels on a GPU read lists that follow from them:
-            a call with other terms makes its own, where the Plan was made of a pattern, or runs in `lax`.
+            a call with other terms makes its own, where the Prepared was made of a pattern, or runs in `lax`.
         key_lengths: whether calls have them; sink_logits likewise.
 
     Raises:
@@ -154,16 +154,16 @@ class ByKernels(NamedTuple):
     reasons: list[str]
 
 
-def by_kernels(resolved: Pattern | BlockLayout | Plan, asked: Asked) -> ByKernels:
+def by_kernels(resolved: Pattern | BlockLayout | Prepared, asked: Asked) -> ByKernels:
     """What kernels do of a call with what its pattern stands for."""
-    p, source, offset = asked.problem, None if isinstance(resolved, Plan) else resolved, asked.q_offset
+    p, source, offset = asked.problem, None if isinstance(resolved, Prepared) else resolved, asked.q_offset
     if not isinstance(resolved, Pattern) and resolved.q_offset is not None:
         offset = resolved.q_offset
     offset = p.K - p.Q if offset is None else offset
     terms = (p.score_terms - {"q_offset"}) | ({"q_offset"} if offset != p.K - p.Q else frozenset())
     problem = recipes.on_chip(replace(p, score_terms=terms))
     scoring = Scoring(asked.scale, offset, problem.softcap)
-    if isinstance(resolved, Plan):
+    if isinstance(resolved, Prepared):
         recipe = resolved.recipe
         if recipe is None:
             return ByKernels(None, recipes.refusals(problem, None))
@@ -183,8 +183,8 @@ def why_no_kernels(pattern: Any, asked: Asked) -> list[str]:
     return by_kernels(resolved_pattern(pattern, p.B, p.H, p.Q, p.K), asked).reasons
 
 
-def plan_of(pattern: Any, asked: Asked) -> Plan:
-    """The Plan of what `attention` is given as its pattern, of numpy arrays but where it is a Plan itself.
+def plan_of(pattern: Any, asked: Asked) -> Prepared:
+    """The prepared form of what `attention` is given as its pattern, of numpy arrays but where it is a Prepared itself.
 
     Raises:
         ValueError: it is none of what is accepted, or does not fit.
@@ -196,16 +196,16 @@ def plan_of(pattern: Any, asked: Asked) -> Plan:
         resolved.check(p.Q, p.K, p.H, p.B)
         if not (p.Q and p.K):  # of no pairs there is no layout
             return _without_tiles(resolved, p, q_offset)
-    elif isinstance(resolved, Plan):
+    elif isinstance(resolved, Prepared):
         resolved = _fitting(resolved, p.B, p.H, p.Q, p.K, q_offset)
     made = by_kernels(resolved, asked).made if asked.kernels else None
     gathers = made is not None and made.recipe.gathers
-    if isinstance(resolved, Plan) and resolved.recipe is not None and resolved.recipe.gathers and not gathers:
+    if isinstance(resolved, Prepared) and resolved.recipe is not None and resolved.recipe.gathers and not gathers:
         # It has no tiles; of these calls they are read.
         recipe = resolved.recipe
         assert recipe.pattern is not None
         resolved, q_offset = recipe.pattern, recipe.scoring.q_offset
-    if gathers and not isinstance(resolved, Plan):
+    if gathers and not isinstance(resolved, Prepared):
         assert isinstance(resolved, Pattern)
         plan = _without_tiles(resolved, p, q_offset)
     else:
@@ -215,28 +215,30 @@ def plan_of(pattern: Any, asked: Asked) -> Plan:
     return replace(plan, lists={d: dict(x) for d, x in made.lists.items()}, recipe=made.recipe)
 
 
-def _without_tiles(pattern: Pattern, p: Problem, q_offset: int | None) -> Plan:
-    """The Plan of a pattern without its tiles: of no pairs; or for kernels alone, where they would be nearly empty."""
+def _without_tiles(pattern: Pattern, p: Problem, q_offset: int | None) -> Prepared:
+    """The prepared form of a pattern without its tiles: of no pairs, or for kernels alone."""
     offset = p.K - p.Q if q_offset is None else q_offset
     return without_tiles(show(pattern), p.Q, p.K, pattern.lead, offset if pattern.reads_positions else None)
 
 
-def without_tiles(name: str, Q: int, K: int, lead: tuple[int, int], q_offset: int | None) -> Plan:
-    """A Plan that has none."""
+def without_tiles(name: str, Q: int, K: int, lead: tuple[int, int], q_offset: int | None) -> Prepared:
+    """A Prepared that has none."""
     none = np.zeros(0, np.int32)
     bounds, pool = np.zeros((0, 0), np.int32), np.zeros((0, TILE, TILE // 32), np.uint32)
     nothing = TileLists(none, none, none, none, bounds, bounds, pool, (), none)
     rows, columns = (Extent(*sizes, TILE, TILE, lead, ()) for sizes in ((Q, K), (K, Q)))
-    return Plan(nothing, nothing, rows, columns, q_offset, Label(name))
+    return Prepared(nothing, nothing, rows, columns, q_offset, Label(name))
 
 
-def tiles_of(resolved: Pattern | BlockLayout | Plan, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
-    """The Plan with the tiles that `blocked` reads.
+def tiles_of(
+    resolved: Pattern | BlockLayout | Prepared, B: int, H: int, Q: int, K: int, q_offset: int | None
+) -> Prepared:
+    """The prepared form with the tiles that `blocked` reads.
 
     Raises:
         ValueError: it is none of what is accepted, or does not fit.
     """
-    if isinstance(resolved, Plan):
+    if isinstance(resolved, Prepared):
         return _fitting(resolved, B, H, Q, K, q_offset)
     if isinstance(resolved, BlockLayout):
         if q_offset not in (None, resolved.q_offset):
@@ -246,23 +248,23 @@ def tiles_of(resolved: Pattern | BlockLayout | Plan, B: int, H: int, Q: int, K: 
     resolved.check(Q, K, H, B)
     key = (resolved, Q, K, offset)
 
-    def make() -> Plan:
+    def make() -> Prepared:
         layout = build(resolved, Q, K, block_q=TILE, block_kv=TILE, q_offset=offset)
         return _from_layout(layout, offset if resolved.reads_positions else None, show(resolved))
 
     return _plans.get_or_make(key, make, lambda plan: plan.nbytes)
 
 
-def for_call(pattern: Any, asked: Asked) -> Plan:
-    """The Plan that a call reads: on the device, or as constants of the program that is written here."""
+def for_call(pattern: Any, asked: Asked) -> Prepared:
+    """The prepared form that a call reads: on the device, or as constants of the program that is written here."""
     plan = plan_of(pattern, asked)
-    if isinstance(pattern, Plan) and plan.recipe in (None, pattern.recipe):
+    if isinstance(pattern, Prepared) and plan.recipe in (None, pattern.recipe):
         return plan
     if compat.is_staged():
         if plan.nbytes > EMBEDDED:
             warnings.warn(
                 f"the lists of {plan.name}, {plan.nbytes / 2**20:.1f} MiB, become constants of a compiled function: "
-                f"make a Plan by gossamer.jax.prepare(pattern, query, key) outside, and give it as an argument",
+                f"make a Prepared by gossamer.jax.prepare(pattern, query, key) outside, and give it as an argument",
                 stacklevel=3,
             )
         return plan
@@ -273,16 +275,16 @@ def for_call(pattern: Any, asked: Asked) -> Plan:
     return _on_device.get_or_make(key, lambda: jax.tree.map(jnp.asarray, plan), lambda plan: plan.nbytes)
 
 
-def _from_layout(layout: BlockLayout, q_offset: Any, name: str) -> Plan:
+def _from_layout(layout: BlockLayout, q_offset: Any, name: str) -> Prepared:
     rows, columns = both_directions(layout)
-    return Plan(rows.lists, columns.lists, rows.extent, columns.extent, q_offset, Label(name))
+    return Prepared(rows.lists, columns.lists, rows.extent, columns.extent, q_offset, Label(name))
 
 
-def resolved_pattern(pattern: Any, B: int, H: int, Q: int, K: int) -> Pattern | BlockLayout | Plan:
+def resolved_pattern(pattern: Any, B: int, H: int, Q: int, K: int) -> Pattern | BlockLayout | Prepared:
     """What the `pattern` argument stands for."""
     if pattern is None:
         return Dense()
-    if isinstance(pattern, (Pattern, Plan)):
+    if isinstance(pattern, (Pattern, Prepared)):
         return pattern
     if isinstance(pattern, BlockLayout):
         if pattern.device is not None:
@@ -315,7 +317,7 @@ def _of_mask(mask: Any, B: int, H: int, Q: int, K: int) -> BlockLayout | Pattern
     wanted = f"pattern, an array, must be boolean and broadcast to (B, H, Q, K) = {(B, H, Q, K)}"
     if compat.is_abstract(mask):
         raise ValueError(
-            f"{wanted} with numbers that are known here; this one is computed in a program: make a Plan of it by "
+            f"{wanted} with numbers that are known here; this one is computed in a program: make a Prepared of it by "
             f"gossamer.jax.prepare(mask, query, key) outside"
         )
     mask = np.asarray(mask)
@@ -337,7 +339,7 @@ def _of_bcsr(matrix: Any) -> Pattern:
         raise ValueError(f"pattern, a BCSR matrix, must have two dimensions; got shape {matrix.shape}")
     if compat.is_abstract(matrix.indptr):
         raise ValueError(
-            "pattern, a BCSR matrix, must be known here: make a Plan of it by gossamer.jax.prepare outside"
+            "pattern, a BCSR matrix, must be known here: make a Prepared of it by gossamer.jax.prepare outside"
         )
     if 0 in matrix.shape:
         return Dense()
@@ -348,8 +350,8 @@ def _of_bcsr(matrix: Any) -> Pattern:
     return CSR._from_pairs(rows[stored], indices[stored], Q, K)
 
 
-def _fitting(plan: Plan, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Plan:
-    """The Plan, if a call may use it."""
+def _fitting(plan: Prepared, B: int, H: int, Q: int, K: int, q_offset: int | None) -> Prepared:
+    """The prepared form, if a call may use it."""
     if (plan.Q, plan.K) != (Q, K):
         raise ValueError(f"pattern, {plan!r}, is of Q={plan.Q}, K={plan.K}; the inputs have Q={Q}, K={K}")
     Bl, Hl = plan.row_extent.lead
@@ -357,11 +359,11 @@ def _fitting(plan: Plan, B: int, H: int, Q: int, K: int, q_offset: int | None) -
         raise ValueError(f"pattern, {plan!r}, is of {Bl} batch elements and {Hl} heads; the inputs have {B} and {H}")
     if q_offset is not None and q_offset != plan.q_offset:
         held = "counts rows from 0" if plan.q_offset is None else f"was made with q_offset={plan.q_offset}"
-        raise ValueError(f"q_offset must be left out with a Plan, which {held}; got {q_offset}")
+        raise ValueError(f"q_offset must be left out with a Prepared, which {held}; got {q_offset}")
     return plan
 
 
-def offset_of(plan: Plan, given: int | None, distances: bool) -> int:
+def offset_of(plan: Prepared, given: int | None, distances: bool) -> int:
     """The position of query row 0 in a call.
 
     Args:
