@@ -35,8 +35,9 @@ def bytes_of(layout: BlockLayout | GatherLayout) -> int:
     gather layout is kept there with the lists that are made of it: four numbers for each edge.
     """
     size = sum(int(x.nbytes) for x in layout.rows.arrays())
-    if isinstance(layout, GatherLayout) or layout.device.type != "cpu":
-        return (4 if layout.device.type == "cpu" else 2) * size
+    on_cpu = layout.rows.device.type == "cpu"
+    if isinstance(layout, GatherLayout) or not on_cpu:
+        return (4 if on_cpu else 2) * size
     masks = layout.rows.interval.indices.shape[0] + layout.rows.pool.shape[0]
     return size + masks * layout.rows.block_rows * layout.rows.block_columns
 

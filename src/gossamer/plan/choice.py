@@ -9,6 +9,7 @@ from gossamer.layouts.gather import WIDTHS, item_limit
 from gossamer.layouts.work_list import FEWEST_TILES
 from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
+from gossamer.patterns.grid import Sizes
 from gossamer.plan.capability import Candidate
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
 from gossamer.plan.estimate import Sample
@@ -159,7 +160,7 @@ def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
     if first.layout != "block":
         return Chosen(first, first.layout)
     (walker, tile), *others = plan.offers
-    if not others and pattern.keeps_intervals(pattern._sizes(p.Q, p.K, q_offset)):  # no gather layout takes less
+    if not others and pattern.keeps_intervals(Sizes(p.Q, p.K, q_offset)):  # no gather layout takes less
         block_q, block_kv = tile
         return Chosen(walker, "block", block_q, block_kv)
     machine = machine_of(p, pattern)

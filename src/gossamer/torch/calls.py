@@ -29,7 +29,7 @@ from gossamer.kernels.launch import (
     operand_of,
     with_own,
 )
-from gossamer.kernels.parts import PartitionedCall, Selection
+from gossamer.kernels.parts import PartitionedCall
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
 from gossamer.patterns.handles import pattern_of, token_of
@@ -206,23 +206,19 @@ class Call:
 
     def _prepared(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None) -> Prepared:
         plan = self.plan if direction == "forward" else self.plan.gradient
-        selected = self._select_layout(plan) if given is None else given.selected
-        if selected is not None:
-            self.bytes += 0 if given else layout_bytes(selected.layout)
-            return selected.implementation.prepare(plan.problem, selected.layout, direction, self.scoring, operands)
-        pattern = pattern_of(self.attended.handle)
-        edge = TorchEdge(self.options.implementation, self.device)
-        of_parts = PartitionedCall(plan, edge, pattern, self.scoring, operands)
-        prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
-        self.bytes += sum(map(layout_bytes, of_parts.layouts))
-        return prepared
-
-    def _select_layout(self, plan: Plan) -> Selection | None:
-        """Who computes a plan, and the layout; None where parts do."""
         handle, q_offset = self.attended.handle, self.scoring.q_offset
-        if plan.partition(handle, q_offset):
-            return None
-        return select_layout(plan, pattern_of(handle), q_offset, self.device)
+        if given is None and plan.partition(handle, q_offset):
+            edge = TorchEdge(self.options.implementation, self.device)
+            of_parts = PartitionedCall(plan, edge, pattern_of(handle), self.scoring, operands)
+            prepared = of_parts.forward() if direction == "forward" else of_parts.backward()
+            self.bytes += sum(map(layout_bytes, of_parts.layouts))
+            return prepared
+        if given is None:
+            implementation, layout = select_layout(plan, pattern_of(handle), q_offset, self.device)
+            self.bytes += layout_bytes(layout)
+        else:
+            implementation, layout = given.selected
+        return implementation.prepare(plan.problem, layout, direction, self.scoring, operands)
 
 
 class DataCall(Call):

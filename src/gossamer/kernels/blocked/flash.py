@@ -280,7 +280,7 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
     found = intervals_of(layout)
     if found is None:
         return None
-    (bl, hl), p = layout.lead, problem
+    (bl, hl), p = layout.rows.lead, problem
     parts, computed = [], 0
     for b in range(bl):
         batch = slice(b, b + 1) if bl > 1 else slice(0, p.B)
