@@ -14,21 +14,16 @@ pytest.importorskip("triton")
 
 import gossamer as gs
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.hopper.launch import gather as launch
 from gossamer.kernels.reference import oracle
 from gossamer.layouts.gather import build_gather
 from gossamer.testing.graphs import proximity_graph
 from gossamer.testing.tolerance import check, error, plain
 from tests.support import launches
+from tests.support.hopper import ON_HOPPER
 from tests.support.triton_cases import CASES, Case, compare, make
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
-    pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages())),
-]
+pytestmark = ON_HOPPER
 
 
 def hubs(Q: int, K: int) -> gs.CSR:

@@ -202,12 +202,13 @@ def preprocess(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
         has_sinks: int,
     ) -> None:  # fmt: skip
         assert sinks.ndim == 1
-        assert zeroed == 0 and sums.shape[-1] == ROWS * size
+        assert zeroed == 0 and sums.shape[-1] in (1, ROWS * size)
         empty = lse == -torch.inf
         delta = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0.0)
         rows[0], rows[1] = torch.inf, 0.0
-        rows[0, :, :, :Q] = torch.where(empty, torch.inf, lse / math.log(2.0))
-        rows[1, :, :, :Q] = torch.where(empty, 0.0, delta)
+        queries = lse.shape[2]
+        rows[0, :, :, :queries] = torch.where(empty, torch.inf, lse / math.log(2.0))
+        rows[1, :, :, :queries] = torch.where(empty, 0.0, delta)
 
     return run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gossamer.kernels.contract import Scoring, Terms
-from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.kernels.hopper.launch import forward as launch
 from gossamer.kernels.reference import oracle
 from gossamer.layouts import from_dense
@@ -18,14 +18,9 @@ from gossamer.patterns import BigBird, BlockMask, Causal, Dense, Pattern, Slidin
 from gossamer.plan.problem import Problem
 from gossamer.torch.bind import bind
 from tests.support import launches
+from tests.support.hopper import ON_HOPPER, PROCESSORS
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if HOPPER else 1
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
-    pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages())),
-]
+pytestmark = ON_HOPPER
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 

@@ -116,26 +116,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Any:
 
     kernels = {"forward": forward, "gradients": gradients}
     monkeypatch.setattr(compiled, "gather", lambda config: kernels[config.direction](config))
-    monkeypatch.setattr(compiled, "preprocess", lambda dtype, size, zeroed: preprocess_of_these(dtype, size, zeroed))
+    monkeypatch.setattr(compiled, "preprocess", preprocess)
     return module
-
-
-def preprocess_of_these(dtype: str, size: int, zeroed: int) -> Callable[..., None]:
-    """Row terms, of this many queries."""
-
-    def run(
-        out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, rows: Tensor, sums: Tensor, sinks: Tensor, has_dlse: int,
-        has_sinks: int,
-    ) -> None:  # fmt: skip
-        assert sinks.ndim == 1
-        assert callable(preprocess(dtype, size, zeroed)) and zeroed == 0
-        empty = lse == -torch.inf
-        delta = (out.float() * dout.float()).sum(-1) - (dlse if has_dlse else 0.0)
-        rows[0], rows[1] = torch.inf, 0.0
-        rows[0, :, :, :Q] = torch.where(empty, torch.inf, lse / math.log(2.0))
-        rows[1, :, :, :Q] = torch.where(empty, 0.0, delta)
-
-    return run
 
 
 def lists_of(B: int, groups: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,11 @@ pytest.importorskip("triton")
 
 import gossamer as gs
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.hopper import missing_packages
+from tests.support.hopper import ON_HOPPER
 from tests.support.host_reads import nothing_waits
 from tests.support.triton_cases import compare
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
-    pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages())),
-]
+pytestmark = ON_HOPPER
 SEED = int(os.environ.get("LISTS_SEED", "0"))
 
 

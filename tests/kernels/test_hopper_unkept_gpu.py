@@ -21,7 +21,8 @@ from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.patterns import Causal, SlidingWindow
 from gossamer.plan.problem import Problem
 from tests.support import launches
-from tests.support.hopper_backward_cases import ON_HOPPER, PROCESSORS
+from tests.support.hopper import PROCESSORS
+from tests.support.hopper_backward_cases import ON_HOPPER
 
 pytestmark = ON_HOPPER
 POISONS = math.nan, math.inf, -math.inf

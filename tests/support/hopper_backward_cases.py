@@ -12,23 +12,17 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.contract import Terms
-from gossamer.kernels.hopper import IMPLEMENTATION, missing_packages
+from gossamer.kernels.hopper import IMPLEMENTATION
 from gossamer.kernels.hopper.launch import backward, forward
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
 from gossamer.patterns import Causal, Dense, Pattern, SlidingWindow
 from gossamer.plan.problem import Problem
 from gossamer.testing import tolerance
-from tests.support import launches
+from tests.support import hopper, launches
+from tests.support.hopper import PROCESSORS
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-PROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if HOPPER else 1
-ON_HOPPER = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
-    pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages())),
-    pytest.mark.usefixtures("poison"),
-]
+ON_HOPPER = [*hopper.ON_HOPPER, pytest.mark.usefixtures("poison")]
 NAMES = ("dq", "dk", "dv")
 SIZES = (64, 80, 96, 128, 192, 256)
 TILES = sorted(IMPLEMENTATION.capability.tiles or ())
