@@ -343,7 +343,7 @@ def test_float32_calls(launch: Any, D: int, E: int, given: bool, split: int | No
         assert wrong([x.contiguous() for x in found], exact) < 1e-5
 
 
-def test_float32_is_gathered_alone() -> None:
+def test_float32_is_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is refused for its type may be gathered, forward alone; one that names hopper is refused."""
     problem = Problem(1, 8, 8, 4096, 4096, 64, 64, "float32", "cuda", 90)
     capability = IMPLEMENTATION.capability
@@ -355,7 +355,8 @@ def test_float32_is_gathered_alone() -> None:
     for change in changes:
         assert not gathers_alone(replace(problem, **change), capability), change
     assert gathers_alone(replace(problem, B=2**16 - 1), capability)
-    plan = Plan(problem, (), {}, None, (IMPLEMENTATION,))
+    monkeypatch.setattr(type(IMPLEMENTATION), "unavailable", lambda self: [])
+    plan = Plan(problem, (), ("hopper",))
     assert [(i.name, gather.choice.block_q) for i, gather in plan.gather_options] == [("hopper", 64)] and not plan.tiles
 
 
