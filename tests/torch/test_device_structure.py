@@ -318,10 +318,9 @@ def contract(lo: Tensor, hi: Tensor, K: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the data are: kernels would see tiles that are not there. Edges are not read, as those of a GPU."""
-    from gossamer.torch.structure import documents, make, sequences
+    from gossamer.torch.structure import base, told
 
-    for module in (documents, sequences):
-        monkeypatch.setattr(module, "is_read", lambda *_: False)
+    monkeypatch.setattr(base, "is_read", lambda *_: False)
     seen = []
 
     def checked(lo: Tensor, hi: Tensor, K: int, **options: Any) -> Any:
@@ -329,8 +328,8 @@ def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.
         seen.append(1)
         return build(lo, hi, K, **options)
 
-    build = make.interval_layout
-    monkeypatch.setattr(make, "interval_layout", checked)
+    build = told.interval_layout
+    monkeypatch.setattr(told, "interval_layout", checked)
     draw = random.Random(seed)
     pattern, _ = RULES[draw.choice(INTERVALS)]
     B, Q, K = draw.choice([1, 2]), draw.choice([1, 50]), draw.choice([1, 70])
@@ -356,7 +355,7 @@ def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_end_with_the_keys_that_are_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of rows that keep nothing, at either end: kernels clear what is before the first and past the last."""
-    from gossamer.torch.structure import make
+    from gossamer.torch.structure import told
 
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -365,8 +364,8 @@ def test_bounds_end_with_the_keys_that_are_kept(seed: int, monkeypatch: pytest.M
         seen.append((lo, hi))
         return build(lo, hi, K, **options)
 
-    build = make.interval_layout
-    monkeypatch.setattr(make, "interval_layout", kept)
+    build = told.interval_layout
+    monkeypatch.setattr(told, "interval_layout", kept)
     rng, draw = np.random.default_rng(seed), random.Random(seed)
     q, k = (x.detach() for x in tensors((60, 2, 4), (90, 1, 4)))
     # Sequences of 1 to 8 rows and of 2 to 15 keys, of which some are there; rows and keys of none on both sides.

@@ -53,7 +53,8 @@ def size_checks(
     if H % (G or H + 1):
         yield False, k, Wording(f"G={G}, {given()}"), f"have a number of heads G that divides {q}'s H={H}"
     yield max(sizes) <= MAX_HEAD, f"{q} and {v}", sizes, f"have head sizes D, E up to {MAX_HEAD}"
-    yield max(lengths) < MOST, f"{q} and {k}", lengths, f"have fewer than 2**31 - 2**16 = {MOST} positions Q, K"
+    for n in lengths:
+        yield n < MOST, f"{q} and {k}", lengths, f"have fewer than 2**31 - 2**16 = {MOST} positions Q, K"
 
 
 def shape_check(name: str, x: Any, B: int, H: int) -> Check:
@@ -61,8 +62,9 @@ def shape_check(name: str, x: Any, B: int, H: int) -> Check:
     letter, size = ("B", B) if name == "key_lengths" else ("H", H)
     accepted = f"have shape ({letter},) = ({size},)"
     if name != "alibi_slopes":
-        return x.shape == (size,), name, x, accepted
-    return x.shape in ((H,), (B, H)), name, x, f"{accepted}, or (B, H) = {(B, H)}"
+        return x.ndim == 1 and x.shape[0] == size, name, x, accepted
+    fits = x.ndim in (1, 2) and x.shape[-1] == H and (x.ndim == 1 or x.shape[0] == B)
+    return fits, name, x, f"{accepted}, or (B, H) = {(B, H)}"
 
 
 def factor_checks(scale: float | None, softcap: float | None, D: int, dtype: str) -> Iterator[Check]:

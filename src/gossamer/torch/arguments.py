@@ -297,6 +297,13 @@ def known(condition: Any) -> bool:
     return guard_or_false(condition)
 
 
+def may_hold(condition: torch.SymBool) -> bool:
+    """Whether a condition on sizes holds, or only the data know: then it is asked again when the call runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
+
+
 def unbatched(out: Tensor, lse: Tensor, dims: int, bshd: bool = False) -> tuple[Tensor, Tensor]:
     """out and lse with as many dimensions as q had, and out in the order of q's."""
     for _ in range(4 - dims):
@@ -319,7 +326,8 @@ def cast_type(x: Tensor) -> torch.dtype | None:
 
 def validate(a: Arguments) -> None:
     """Raise ValueError for the first argument that is wrong."""
-    raise_first(_checks(a), lambda given: describe(as_given(given, a)) + _other_layout(a))
+    open_too = ((may_hold(x) if isinstance(x, torch.SymBool) else x, *rest) for x, *rest in _checks(a))
+    raise_first(open_too, lambda given: describe(as_given(given, a)) + _other_layout(a))
 
 
 def _checks(a: Arguments) -> Iterator[Check]:
@@ -337,13 +345,15 @@ def _checks(a: Arguments) -> Iterator[Check]:
     _, G, K, E = v.shape
     yield D > 0, "q", q, "have a head size D of at least 1"
     yield k.shape[3] == D, "k", k, f"have the head size of q, D={D}"
-    yield k.shape[1:3] == (G, K), "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
+    for of_keys, n in zip(k.shape[1:3], (G, K), strict=True):  # a graph may leave one open
+        yield of_keys == n, "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield E > 0, "v", v, "have a head size E of at least 1"
     yield from size_checks(("q", "k", "v"), H, G, (D, E), (Q, K), lambda: describe(as_given(k, a)))
     if not a.scale is a.softcap is None:
         yield from factor_checks(a.scale, a.softcap, D, dtype)
     if a.q_offset is not None:
-        yield offset_check(a.q_offset, Q, K)
+        longest = torch.sym_max(Q, K)
+        yield offset_check(a.q_offset, longest, longest)
     yield at is None or (at.ndim == 0 and at.dtype in INTEGERS), "q_offset", at, "be an int or a 0-d integer tensor"
     for name, vector in zip(VECTORS, (a.key_lengths, a.sink_logits, a.alibi_slopes), strict=True):
         if vector is None:
@@ -380,7 +390,7 @@ def _other_layout(a: Arguments) -> str:
     if not a.q.ndim == a.k.ndim == a.v.ndim == 4 or a.q.shape[1] == a.k.shape[1] == 1:
         return ""  # one head is most often none, of (N, D)
     turned = a._replace(q=a.q.transpose(1, 2), k=a.k.transpose(1, 2), v=a.v.transpose(1, 2))
-    return OTHER_LAYOUT if all(right for right, *_ in _checks(turned)) else ""
+    return OTHER_LAYOUT if all(not isinstance(right, torch.SymBool) and right for right, *_ in _checks(turned)) else ""
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:

@@ -41,17 +41,17 @@ def layout_from(arrays: list[Tensor], geometry: tuple[int, ...]) -> Given:
         raise ValueError(f"layout must hold {n} or {2 * n} tensors, got {len(arrays)}")
     rows, columns = arrays[:n], arrays[n:]
     if not block_kv:
-        of_keys = [_gathered(K, Q, columns, 1)] if columns else []
-        return GatherLayout(_gathered(Q, K, rows, heads), _transpose=of_keys, apart=True)
+        of_keys = [_gathered(K, Q, 1, columns, 1)] if columns else []
+        return GatherLayout(_gathered(Q, K, block_q, rows, heads), _transpose=of_keys, apart=True)
     none = TileList(None, None, None)
     whole = Walk(Q, K, block_q, block_kv, none, none, none, None, None, None, None)
     turned = Walk(K, Q, block_kv, block_q, none, none, none, None, None, None, None)
     return BlockLayout(whole.with_arrays(rows), _transpose=[turned.with_arrays(columns)] if columns else [])
 
 
-def _gathered(rows: int, columns: int, arrays: list[Tensor], heads: int) -> GatherWalk:
+def _gathered(rows: int, columns: int, block: int, arrays: list[Tensor], heads: int) -> GatherWalk:
     starts, counts, indices, bits = arrays
-    return GatherWalk(rows, columns, bits.shape[-1], starts, counts, indices, bits, heads)
+    return GatherWalk(rows, columns, block, starts, counts, indices, bits, heads)
 
 
 def check_layout(walk: Walk | GatherWalk, q: Tensor, k: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +16,7 @@ from gossamer.checks import show
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import EVERY_KEY, MOST_REACHES, Bounds, Reach, Rule
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.arguments import INTEGERS, describe, instead, whole
+from gossamer.torch.arguments import INTEGERS, describe, instead, known, whole
 
 OF_INTEGERS = "integers: int8, uint8, int16, int32 or int64"
 UNIONS = f"any & and | of them, up to {MOST_REACHES} intervals a row"
@@ -55,6 +56,8 @@ class Structure(ABC):
 
     rule = EVERY_KEY  # of the patterns that it was joined with
     own_positions = False  # whether positions are those within its sequences, and no q_offset says them
+    checked = False  # whether numbers are checked on a GPU too
+    on_host: dict[str, Tensor] | None = None  # vectors that were given as lists or arrays, by their names
     __array_ufunc__ = None  # numpy leaves `&` to the methods below
 
     @property
@@ -69,11 +72,33 @@ class Structure(ABC):
 
     def placed(self, device: torch.device) -> Structure:
         """This structure with what it was given on the host on a device."""
-        return self
+        moved = [name for name in self.on_host or () if getattr(self, name).device != device]
+        if not moved:
+            return self
+        made = copy(self)
+        for name in moved:
+            setattr(made, name, getattr(self, name).to(device))
+        return made
 
     @abstractmethod
     def check(self, sizes: Sizes) -> None:
-        """Raise ValueError unless it fits the inputs."""
+        """Raise ValueError unless its tensors fit the sizes of the inputs."""
+
+    def check_numbers(self, sizes: Sizes) -> None:
+        """Raise ValueError for wrong numbers, where they are read: see `is_read`."""
+        for term in self.terms:
+            if term is not self:
+                term.check_numbers(sizes)
+
+    def check_edges(self, name: str, label: str, most: int, end: str) -> None:
+        """Raise ValueError unless a vector of edges does not decrease, from 0 up to `most`, where it is read.
+
+        Args:
+            label: its name in messages, as `end` is that of `most`.
+        """
+        edges = (self.on_host or {}).get(name, getattr(self, name))
+        if is_read(type(self).__name__, self.checked, edges):
+            check_ascending(label, edges, most, end)
 
     @property
     def block(self) -> int | None:
@@ -253,7 +278,7 @@ def vector_of(name: str, given: Any, entries: int | None = None) -> Tensor:
     elif isinstance(given, np.ndarray) and given.dtype.kind in "iu":
         made = torch.from_numpy(given.astype(np.int64))
     right = isinstance(made, Tensor) and not made.is_nested and made.dtype in INTEGERS and made.ndim == 1
-    if not right or (len(made) == 0 if entries is None else len(made) != entries):
+    if not right or known(made.shape[0] == 0 if entries is None else made.shape[0] != entries):
         size = "at least one entry" if entries is None else f"shape ({entries},)"
         raise ValueError(
             f"{name} must be a tensor of one dimension of {size}, {OF_INTEGERS}, or a list of integers; "
@@ -262,7 +287,7 @@ def vector_of(name: str, given: Any, entries: int | None = None) -> Tensor:
     return made
 
 
-def is_read(name: str, asked: bool, *tensors: Tensor) -> bool:
+def is_read(name: str, asked: bool, x: Tensor) -> bool:
     """Whether the numbers of a structure are looked at before a call: where that is asked for, and on a CPU.
 
     Raises:
@@ -272,12 +297,11 @@ def is_read(name: str, asked: bool, *tensors: Tensor) -> bool:
         if asked:
             raise ValueError(f"check of {name} must be False in a compiled function: it reads the numbers")
         return False
-    kinds = {type(x) for x in tensors}
-    if not kinds <= {Tensor, torch.nn.Parameter} or any(x.is_meta for x in tensors):
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:
         return False
     if _C._len_torch_dispatch_stack() or _C._functorch.peek_interpreter_stack() is not None:
         return False
-    return asked or all(x.device.type == "cpu" for x in tensors)
+    return asked or x.device.type == "cpu"
 
 
 def check_ascending(name: str, edges: Tensor, most: int, end: str) -> None:

@@ -19,7 +19,6 @@ class Chosen(Structure):
 
     indices: Tensor
     counts: Tensor | None
-    checked: bool
 
     def _take(self, indices: Any, counts: Any, check: Any) -> None:
         form, wide = self._form, (torch.int32, torch.int64)
@@ -65,11 +64,11 @@ class Chosen(Structure):
                 f"indices of {type(self).__name__} must have shape {self._form}, B=1 or {sizes.B}, heads 1, "
                 f"G={sizes.G} or H={sizes.H}, {of_rows} = {wanted}; got {describe(self.indices)}"
             )
-        if self.checked and not self.indices.is_meta:
-            self._check_values(-(-sizes.K // self.block))
 
-    def _check_values(self, entries: int) -> None:
-        name = type(self).__name__
+    def check_numbers(self, sizes: Sizes) -> None:
+        if not self.checked or self.indices.is_meta:
+            return
+        name, entries = type(self).__name__, -(-sizes.K // self.block)
         if torch.compiler.is_compiling():
             raise ValueError(f"check of {name} must be False in a compiled function: it reads the indices")
         wrong = (self.indices < -1) | (self.indices >= entries)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,8 +14,6 @@ from gossamer.torch.structure.base import (
     Edges,
     Sizes,
     Structure,
-    check_ascending,
-    is_read,
     sorted_edges,
     vector_of,
 )
@@ -55,9 +51,7 @@ class DocumentIds(Structure):
                 f"{'' if isinstance(ids, Tensor) else '; gs.Document(ids) takes ids on the host'}"
             )
         self.ids, self.length = ids, ids.shape[-1]
-        self.edges: Tensor | None = None
-        self.checked = self.on_host = False
-        self.read: Tensor | None = None  # entries of the host that were moved since
+        self.by_edges = False  # ids are those where documents begin and end
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Edges, length: int, *, check: bool = False) -> DocumentIds:
@@ -87,42 +81,35 @@ class DocumentIds(Structure):
         if positions is None or positions < 0:
             raise ValueError(f"length must be a number of positions, at least 0; got {describe(length)}")
         made = cls(edges)
-        made.edges, made.length, made.checked = edges, positions, boolean("check", check)
-        made.on_host = not isinstance(cu_seqlens, Tensor)
+        made.by_edges, made.length, made.checked = True, positions, boolean("check", check)
+        made.on_host = None if isinstance(cu_seqlens, Tensor) else {"ids": edges}
         return made
 
     def __repr__(self) -> str:
-        if self.edges is not None:
-            return f"DocumentIds.from_cu_seqlens({tuple(self.edges.shape)}, {self.length})"
+        if self.by_edges:
+            return f"DocumentIds.from_cu_seqlens({tuple(self.ids.shape)}, {self.length})"
         return f"DocumentIds({tuple(self.ids.shape)})"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids,)
 
-    def placed(self, device: torch.device) -> DocumentIds:
-        if not self.on_host or self.ids.device == device:
-            return self
-        made = copy(self)
-        made.ids, made.read = self.ids.to(device), self.ids
-        made.edges = made.ids
-        return made
-
     def check(self, sizes: Sizes) -> None:
         if self.length != sizes.K:
             raise ValueError(f"ids of DocumentIds must have K={sizes.K} positions; got {self.length}")
-        edges = self.edges if self.read is None else self.read
-        if edges is not None and is_read("DocumentIds", self.checked, edges):
-            check_ascending("cu_seqlens", edges, self.length, "length")
-        if self.edges is None and self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.B):
+        if not self.by_edges and self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.B):
             raise ValueError(
                 f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"
             )
 
+    def check_numbers(self, sizes: Sizes) -> None:
+        if self.by_edges:
+            self.check_edges("ids", "cu_seqlens", self.length, "length")
+
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
         i, K = position, sizes.K
-        if self.edges is not None:
-            edges = sorted_edges(self.edges, K)
+        if self.by_edges:
+            edges = sorted_edges(self.ids, K)
             run, last = torch.searchsorted(edges, i, right=True), len(edges) - 1
             # Before the first entry and behind the last one both are the same entry.
             return Bounds(edges[(run - 1).clamp(0, last)], edges[run.clamp(0, last)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,33 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.layouts import BlockLayout, GatherLayout, TileList, Walk
-from gossamer.layouts.device import (
-    Progression,
-    block_list_layout,
-    empty_layout,
-    interval_layout,
-    key_list_layout,
-    progression_layout,
-)
+from gossamer.layouts import BlockLayout, GatherLayout
+from gossamer.layouts.device import empty_layout
 from gossamer.memo import Memo
-from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach
-from gossamer.plan.arguments import most_offset, within_positions
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
-from gossamer.torch.arguments import INTEGERS, Arguments, cast_type, describe, validate
-from gossamer.torch.given_layouts import Given
+from gossamer.torch.arguments import Arguments, cast_type, describe, validate
+from gossamer.torch.given_layouts import Given, layout_from
 from gossamer.torch.planning import chip_of, problem_of
-from gossamer.torch.structure.base import Lists, Positions, Sizes, Structure, narrow, rule_of
+from gossamer.torch.structure.base import Positions, Sizes, Structure, rule_of
 from gossamer.torch.structure.groups import ALONE, group_of
+from gossamer.torch.structure.operator import arrays_behind, is_unbacked
+from gossamer.torch.structure.told import Tile, Told, check_vectors, layout_of
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
 MANY = 4096  # keys of a call that is not small
 # Ranges of numbers of queries, and of head sizes, in which implementations want one tile.
 QUERIES, SIZES = (32, 64, 128, MANY), (64, 96, 128, 256, MANY)
 SOFTCAPS = (1024, 2**64)  # ends of ranges of soft caps that the same implementations compute
-Tile = tuple[int, int]
 
 _tiles: Memo[Tile] = Memo()
 
@@ -62,7 +53,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
         Unsupported: nothing computes the call, or the pattern has no rule on a device.
     """
     offset = a.q_offset_tensor
-    check_vectors(a, key_starts)
+    check_vectors(a.q.shape[0], a.q.device, offset, key_starts, a.key_lengths)
     if isinstance(pattern, Structure):
         structure = pattern
     else:
@@ -87,14 +78,16 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     if not (compiling or eager or cast_type(a.q)):  # an operator that casts its inputs checks them then
         validate(rest)
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
-    if a.q_offset is not None and abs(a.q_offset) > most_offset(Q, K):
-        raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(a.q_offset)}")
     for x in structure.tensors:
         if x.device != a.q.device:
             raise ValueError(f"tensors of {structure!r} must be on q's device, {a.q.device}; got {describe(x)}")
-    sizes = Sizes(B, H, G, Q, K)
-    structure.check(sizes)
-    if 0 in sizes:
+    told = Told(structure, Sizes(B, H, G, Q, K), a.q.device, a.q_offset, offset, key_starts, a.key_lengths)
+    structure.check_numbers(told.sizes)
+    if compiling and is_unbacked(a.q, a.k, a.v, *told.tensors):
+        tile = tile_of(rest, structure.block)
+        return Structured(rest, layout_from(arrays_behind(told, tile), (*tile, Q, K, 1)), "")
+    told.check()
+    if 0 in told.sizes:
         if not compiling:
             validate(rest)
         block_q, block_kv = NO_TILES
@@ -108,10 +101,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     transpose = a.backward or compiling
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
-        position = None
-        if goes_by_positions(structure) or not key_starts is a.key_lengths is None:
-            position = positions(a, Q, K)
-        layout = layout_of(structure, position, sizes, tile, key_starts, a.key_lengths, transpose)
+        layout = layout_of(told, tile, transpose)
     if compiling:
         return Structured(rest, layout, "")
     given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
@@ -130,116 +120,6 @@ def _advice(pattern: Any, offset: Tensor | None, key_starts: Tensor | None) -> s
         return f"{told}: leave out {both}"
     mask = f"Give a boolean mask (B, 1 or H, Q, K) of all that is attended, without {both}"
     return mask if key_starts is not None else f"{mask}, or a q_offset that all sequences share, an int"
-
-
-def check_vectors(a: Arguments, key_starts: Any) -> None:
-    """Raise ValueError unless q_offset, key_starts and key_lengths are what a structure is made from."""
-    B, device = a.q.shape[0], a.q.device
-    for name, x in (("q_offset", a.q_offset_tensor), ("key_starts", key_starts), ("key_lengths", a.key_lengths)):
-        if x is None:
-            continue
-        if x.dtype not in INTEGERS or not (x.shape == (B,) or (name == "q_offset" and x.ndim == 0)):
-            also = "an int or a 0-d integer tensor, or one " if name == "q_offset" else "integers "
-            raise ValueError(f"{name} must be {also}of shape (B,) = ({B},); got {describe(x)}")
-        if x.ndim and x.device != device:
-            raise ValueError(f"{name} must be a tensor on q's device, {device}; got {describe(x)}")
-
-
-def goes_by_positions(structure: Structure) -> bool:
-    """Whether positions of queries say what is attended; not where lists of blocks or keys alone do."""
-    return structure.rule != EVERY_KEY or any(term.block is None for term in structure.terms)
-
-
-def positions(a: Arguments, Q: int, K: int) -> Tensor:
-    """Positions of query rows, (B or 1, 1, Q) int32; offsets past the limit of `q_offset` count as it."""
-    row = torch.arange(Q, dtype=torch.int32, device=a.q.device)
-    offset = a.q_offset_tensor
-    if offset is None:
-        return (row + (K - Q if a.q_offset is None else a.q_offset))[None, None]
-    most = most_offset(Q, K)
-    return row + narrow(offset, -most, most).to(a.q.device).reshape(-1, 1, 1)
-
-
-def layout_of(
-    structure: Structure, position: Tensor | None, sizes: Sizes, tile: Tile, key_starts: Tensor | None,
-    key_lengths: Tensor | None, transpose: bool,
-) -> Given:  # fmt: skip
-    """The layout of a structure over the keys [key_starts[b], key_lengths[b]). `position`: None where none is read."""
-    lists, K = structure.lists(sizes), sizes.K
-    outer = None if position is None else structure.bounds(position, sizes)
-
-    first, behind = (None if x is None else narrow(x, 0, K)[:, None, None] for x in (key_starts, key_lengths))
-
-    def interval(reach: Reach) -> Bounds:
-        if outer is None or structure.own_positions or reach != Reach():
-            assert position is not None
-            lo, hi = structure.reached(reach, position, sizes)
-            lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
-        else:
-            lo, hi = outer
-        hi = torch.maximum(lo, hi)
-        if first is not None or behind is not None:  # rows without keys keep none at an end of those that are there
-            lo, hi = lo.clamp(first, behind), hi.clamp(first, behind)
-        return Bounds(lo.expand(hi.shape).contiguous(), hi)
-
-    block_q, block_kv = tile
-    only, every = structure.rule.interval, structure.rule == EVERY_KEY
-    bounded = not (every and outer is key_starts is key_lengths is None)
-    if only is None:
-        assert position is not None
-        return _of_union(structure, position, sizes, tile, interval, transpose)
-    if lists is None:
-        bounds = interval(only)
-        return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays, transpose=transpose)
-    lo, hi = interval(only) if bounded else (None, None)
-    if lo is not None and lists.indices.shape[0] < lo.shape[0]:
-        B = lo.shape[0]
-        counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
-        lists = Lists(lists.indices.expand(B, -1, -1, -1), counts)
-    given = lists.indices, lists.counts, lo, hi, sizes.Q, K
-    _, heads, _, _ = lists.indices.shape
-    if structure.block == 1:
-        # The gradients of groups are added in memory, and read no transpose.
-        alone = tile == ALONE
-        return key_list_layout(
-            *given, block_q=block_q, heads=max(1, block_kv), xp=device_arrays, transpose=transpose and alone
-        )
-    times = 1 if heads == 1 else sizes.H // heads
-    blocks = block_list_layout(*given, block=block_q, xp=device_arrays, transpose=transpose)
-    return for_query_heads(blocks, times) if times > 1 else blocks
-
-
-def _of_union(
-    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, interval: Callable[[Reach], Bounds],
-    transpose: bool,
-) -> BlockLayout:  # fmt: skip
-    """The layout of a rule of several intervals of keys, or of every n-th key of one."""
-    (block_q, block_kv), reaches = tile, structure.rule.reaches
-    stepped = [reach.longest for reach in reaches if reach.step > 1]
-    union = [Progression(*interval(reach), reach.step) for reach in reaches]
-    B, H, _ = union[0].lo.shape
-    unbounded = max(sizes.Q, sizes.K)
-    lengths = [unbounded if longest is None else longest for longest in stepped]
-    return progression_layout(
-        union, position.select(-1, 0).expand(B, H), sizes.K, block_q=block_q, block_kv=block_kv,
-        reach=max([0, *lengths]), xp=device_arrays, transpose=transpose,
-    )  # fmt: skip
-
-
-def for_query_heads(layout: BlockLayout, times: int) -> BlockLayout:
-    """The layout of key heads for the query heads of each, which share its entries."""
-    return BlockLayout(_repeated(layout.rows, times), _transpose=[_repeated(walk, times) for walk in layout._transpose])
-
-
-def _repeated(walk: Walk, times: int) -> Walk:
-    def each(x: Tensor) -> Tensor:
-        return x if x.shape[-1] == 0 else x.repeat_interleave(times, 1)
-
-    full, interval, bits = (
-        TileList(x.starts.repeat_interleave(times, 1), x.counts.repeat_interleave(times, 1), x.indices)
-        for x in walk.lists.values()
-    )
-    return replace(walk, full=full, interval=interval, bits=bits, lo=each(walk.lo), hi=each(walk.hi))
 
 
 def known_tile(a: Arguments, block: int | None) -> Tile:

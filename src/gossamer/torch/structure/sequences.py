@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -12,15 +11,13 @@ from gossamer.checks import boolean, show
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import Bounds, Reach
 from gossamer.plan.problem import Unsupported
-from gossamer.torch.arguments import describe
+from gossamer.torch.arguments import describe, known
 from gossamer.torch.structure.base import (
     ONE_BY_ONE,
     UNIONS,
     Edges,
     Sizes,
     Structure,
-    check_ascending,
-    is_read,
     narrow,
     rule_of,
     sorted_edges,
@@ -73,8 +70,8 @@ class PackedSequences(Structure):
     ) -> None:  # fmt: skip
         self.cu_seq_q = vector_of("cu_seq_q", cu_seq_q)
         self.cu_seq_k = self.cu_seq_q if cu_seq_k is None else vector_of("cu_seq_k", cu_seq_k)
-        sequences = len(self.cu_seq_k) - 1
-        if len(self.cu_seq_q) != sequences + 1:
+        sequences = self.cu_seq_k.shape[0] - 1
+        if known(self.cu_seq_q.shape[0] != sequences + 1):
             raise ValueError(
                 "cu_seq_q and cu_seq_k must tell of as many sequences; "
                 f"got {describe(cu_seq_q)} and {describe(cu_seq_k)}"
@@ -86,8 +83,7 @@ class PackedSequences(Structure):
             "cu_seq_k": cu_seq_k if cu_seq_k is not None else cu_seq_q,
             "seqused_k": seqused_k,
         }
-        self._on_host = [name for name, x in given.items() if x is not None and not isinstance(x, Tensor)]
-        self._read: dict[str, Tensor] = {}  # edges of the host that were moved since
+        self.on_host = {n: getattr(self, n) for n, x in given.items() if x is not None and not isinstance(x, Tensor)}
         self.rule = rule_of(pattern, ONE_BY_ONE, f"Dense, Causal, Local, SlidingWindow, {UNIONS}")
         if any(reach.step > 1 for reach in self.rule.reaches):
             raise Unsupported(f"pattern, {show(pattern)}, has a step, which is not counted in sequences. {ONE_BY_ONE}")
@@ -95,31 +91,18 @@ class PackedSequences(Structure):
     def __repr__(self) -> str:
         used = "" if self.seqused_k is None else ", seqused_k"
         rule = "" if self.pattern is None else f", {self.rule}"
-        return f"PackedSequences({len(self.cu_seq_q) - 1}{used}{rule})"
+        return f"PackedSequences({self.cu_seq_q.shape[0] - 1}{used}{rule})"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(x for x in (self.cu_seq_q, self.cu_seq_k, self.seqused_k) if x is not None)
 
-    def placed(self, device: torch.device) -> PackedSequences:
-        moved = [name for name in self._on_host if getattr(self, name).device != device]
-        if not moved:
-            return self
-        made = copy(self)
-        made._read = {name: getattr(self, name) for name in moved}
-        for name in moved:
-            setattr(made, name, getattr(self, name).to(device))
-        return made
-
     def check(self, sizes: Sizes) -> None:
-        """Where edges are not read they are clamped to the sizes."""
-        for name, edges, most, end in (
-            ("cu_seq_q", self.cu_seq_q, sizes.Q, "T"),
-            ("cu_seq_k", self.cu_seq_k, sizes.K, "S"),
-        ):
-            read = self._read.get(name, edges)
-            if is_read("PackedSequences", self.checked, read):
-                check_ascending(name, read, most, end)
+        """Edges are clamped to the sizes."""
+
+    def check_numbers(self, sizes: Sizes) -> None:
+        self.check_edges("cu_seq_q", "cu_seq_q", sizes.Q, "T")
+        self.check_edges("cu_seq_k", "cu_seq_k", sizes.K, "S")
 
     def bounds(self, position: Tensor, sizes: Sizes) -> None:
         """Those of `reached` are within the sequences."""
