@@ -90,7 +90,7 @@ class Structure(ABC):
             if term is not self:
                 term.check_numbers(sizes)
 
-    def check_edges(self, name: str, label: str, most: int, end: str) -> None:
+    def _check_edges(self, name: str, label: str, most: int, end: str) -> None:
         """Raise ValueError unless a vector of edges does not decrease, from 0 up to `most`, where it is read.
 
         Args:

@@ -104,7 +104,7 @@ class DocumentIds(Structure):
 
     def check_numbers(self, sizes: Sizes) -> None:
         if self.by_edges:
-            self.check_edges("ids", "cu_seqlens", self.length, "length")
+            self._check_edges("ids", "cu_seqlens", self.length, "length")
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
         i, K = position, sizes.K

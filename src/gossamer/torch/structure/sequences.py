@@ -101,8 +101,8 @@ class PackedSequences(Structure):
         """Edges are clamped to the sizes."""
 
     def check_numbers(self, sizes: Sizes) -> None:
-        self.check_edges("cu_seq_q", "cu_seq_q", sizes.Q, "T")
-        self.check_edges("cu_seq_k", "cu_seq_k", sizes.K, "S")
+        self._check_edges("cu_seq_q", "cu_seq_q", sizes.Q, "T")
+        self._check_edges("cu_seq_k", "cu_seq_k", sizes.K, "S")
 
     def bounds(self, position: Tensor, sizes: Sizes) -> None:
         """Those of `reached` are within the sequences."""
