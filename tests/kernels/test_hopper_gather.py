@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 
 import gossamer as gs
+from gossamer.cute.configurations import queries_of as queries_of_kernels
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import sharing, work
-from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather
+from gossamer.layouts.gather import GatherLayout, GatherWalk, build_gather, queries_of
+
+
+def test_kernels_and_layouts_agree_on_the_queries_of_a_tile() -> None:
+    """What kernels are made from imports no layouts, and layouts import no kernels: both say it."""
+    for heads in range(1, 65):
+        assert queries_of_kernels(heads) == queries_of(heads)
+
 
 LEADS = [(1, 1), (1, 4), (2, 1), (2, 4)]
 BATCH, HEADS, GROUPS, Q, K = 2, 4, 2, 300, 420

@@ -1,4 +1,8 @@
-"""Small problems: every pair is computed, with one bit for each that says whether it counts. Triton."""
+"""Small problems: every pair is computed, with one bit for each that says whether it counts. Triton.
+
+A causal window over 26 positions takes 2.7 us on an H200, lists by Triton 5.2 and by Hopper's kernels 8.0
+(docs/lab/2026-11-22-small-problems.md).
+"""
 
 from __future__ import annotations
 

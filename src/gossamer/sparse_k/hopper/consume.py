@@ -214,8 +214,8 @@ class WholeRows(Epilogue):
 class GatedConsumer(Consumer):
     """A warpgroup with 64 query rows of each item."""
 
-    softmax_kind = GatedSoftmax
-    epilogue_kind = WholeRows
+    def __init__(self, block: Any, thread: Thread, source: Any) -> None:
+        super().__init__(block, thread, source, GatedSoftmax, WholeRows)
 
     def source(self, kind: Any, block: Any, thread: Thread) -> Any:
         """It says which steps have gates."""

@@ -2,6 +2,9 @@
 
 Roles as in the forward kernel: one producer warp (items, Q and dO of a tile, rings of K and V), and for each 64 query
 rows a warpgroup, which computes S = Q K^T, dP = dO V^T, dS = P (dP - delta) and dQ += dS K with dS from registers.
+
+Of tiles of 64 x 64 it takes less than sums in memory do: 13.5 ms for 19.3, the whole backward of 64-blocks of which
+2.9 % are kept, D 128, H 8, 131,072 positions on an H200 (docs/lab/2026-11-22-hopper-backward.md).
 """
 
 from __future__ import annotations

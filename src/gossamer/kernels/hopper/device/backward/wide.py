@@ -4,6 +4,9 @@ The first warpgroup computes S^T = K Q^T, P and dV += P^T dO, the second dP^T = 
 products each, and the tensor cores work for one while the other is between its two. P goes from a thread of the first
 to the same thread of the second through shared memory, in 16 bits. An item of the schedule is two of this kernel's, one
 for each half of its key tile.
+
+With it the backward of causal heads of 256, H 8, 16,384 positions takes 6.32 ms on an H200, that of Triton 16.60
+(docs/lab/2026-11-22-hopper-backward.md).
 """
 
 from __future__ import annotations

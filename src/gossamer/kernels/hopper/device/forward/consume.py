@@ -47,11 +47,11 @@ class Half(IntEnum):
 class Consumer(Opaque):
     """A warpgroup with 64 query rows of each item."""
 
-    softmax_kind: type[Softmax] = Softmax
-    epilogue_kind: type[Epilogue] = Epilogue
-
-    def __init__(self, block: StoringBlock, thread: Thread, source: Any) -> None:
-        """`source`: the class of the mask source."""
+    def __init__(
+        self, block: StoringBlock, thread: Thread, source: Any, softmax: type[Softmax] = Softmax,
+        epilogue: type[Epilogue] = Epilogue,
+    ) -> None:  # fmt: skip
+        """`source`: the class of the mask source, `softmax` and `epilogue` those of what is made of scores and of O."""
         c, dtype = block.config, block.s_q.element_type
         self.config, self.thread = c, thread
         self.items, self.k_ring, self.v_ring = block.items, block.k, block.v
@@ -67,9 +67,9 @@ class Consumer(Opaque):
         self.half_steps = c.step == 128 and self.parts == 1
         self.mma_qk = product_of(dtype, c.step, registers=c.held_q)
         self.mma_pv = product_of(dtype, c.E, transposed=True, registers=True)
-        self.softmax = self.softmax_kind(block, thread, self.mma_pv)
+        self.softmax = softmax(block, thread, self.mma_pv)
         self.mask = self.source(source, block, thread)
-        self.epilogue = self.epilogue_kind(block, thread, self.softmax, self.mma_pv)
+        self.epilogue = epilogue(block, thread, self.softmax, self.mma_pv)
         self.s_q, self.k = block.s_q, second_factor(self.mma_qk, block.s_k)
         if c.held_q:
             self.q = held_factor(self.mma_qk, c.D)

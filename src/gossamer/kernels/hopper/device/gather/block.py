@@ -5,7 +5,7 @@ What is gathered is a tensor in global memory, as it is; the rest is read and wr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -19,14 +19,15 @@ from gossamer.kernels.hopper.device.forward.block import RowBlock, StoringBlock
 class GatherForwardArguments(NamedTuple):
     """The parameters of the forward kernel."""
 
-    q: Tma  # (B, H, Q, D)
-    out: Tma  # (B, H, Q, E)
+    q: Tma | cute.Tensor  # (B, H, Q, D); a row source that is not of tiles has tensors as they are
+    out: Tma | cute.Tensor  # (B, H, Q, E)
     k: cute.Tensor  # (B, G, K, D)
     v: cute.Tensor  # (B, G, K, E)
     lse: cute.Tensor  # (B, H, Q) float32
     work: cute.Tensor  # (n, ITEM) int32, see `RowItem`
     indices: cute.Tensor  # (columns,) int32
     bits: cute.Tensor  # (columns / 32, 64) int32: the words of a step, 32 columns of each row
+    source: Any  # arrays of the row source; None of tiles
     sinks: cute.Tensor  # (H,) float32
     part_out: cute.Tensor  # (slots, 64, E) float32
     part_lse: cute.Tensor  # (slots, 64) float32
@@ -36,6 +37,7 @@ class GatherForwardArguments(NamedTuple):
     exponent: Float32  # factor of a score in exp2
     items: Int32  # of `work`
     has_sinks: Int32
+    source_numbers: Any = None  # of the row source
 
 
 class GatherForwardBlock(StoringBlock):
@@ -44,6 +46,7 @@ class GatherForwardBlock(StoringBlock):
     arguments: GatherForwardArguments
     ahead: ItemRing | None  # of the warps that gather, where they have their own
     s_words: cute.Tensor  # (64, 2, twice the stages) int32: of a step
+    source: Any = None  # what the row source shares
 
 
 class Float32Arguments(NamedTuple):
@@ -81,15 +84,17 @@ class Float32Block(RowBlock):
 class GatherQueryArguments(NamedTuple):
     """The parameters of the kernel of dQ."""
 
-    q: Tma  # (B, H, Q, D)
-    dout: Tma  # (B, H, Q, E)
-    dq: Tma  # (B, H, Q, D)
+    q: Tma | cute.Tensor  # (B, H, Q, D); a row source that is not of tiles has tensors as they are
+    dout: Tma | cute.Tensor  # (B, H, Q, E)
+    dq: Tma | cute.Tensor  # (B, H, Q, D)
+    source_result: Any  # what the row source writes besides; None of tiles
     k: cute.Tensor  # (B, G, K, D)
     v: cute.Tensor  # (B, G, K, E)
     terms: cute.Tensor  # (2, B, H, Qp) float32: lse in base 2, delta
     work: cute.Tensor  # (n, ITEM) int32, as for the forward
     indices: cute.Tensor  # (columns,) int32
     bits: cute.Tensor  # (columns / 32, 64) int32
+    source: Any  # arrays of the row source; None of tiles
     part_dq: cute.Tensor  # (slots, 64, D) float32, without the scale
     lengths: cute.Tensor  # (B,) int32; not read without `lengths` in the configuration
     tile_counter: cute.Tensor  # (1,) int32: items taken; zero before and after
@@ -97,6 +102,7 @@ class GatherQueryArguments(NamedTuple):
     exponent: Float32  # factor of a score in exp2
     factor: Float32  # the scale
     items: Int32  # of `work`
+    source_numbers: Any = None  # of the row source
 
 
 class GatherQueryBlock(QueryBlock):
@@ -105,6 +111,7 @@ class GatherQueryBlock(QueryBlock):
     arguments: GatherQueryArguments
     ahead: ItemRing  # of the warps that gather
     s_words: cute.Tensor  # (64, 2, twice the stages) int32: of a step
+    source: Any = None  # what the row source shares
 
 
 class GatherGradientArguments(NamedTuple):
@@ -142,10 +149,11 @@ class GatherGradientBlock(GatherQueryBlock):
 class GatherColumnArguments(NamedTuple):
     """The parameters of the kernel of dK and dV."""
 
-    k: Tma  # (B, G, K, D)
-    v: Tma  # (B, G, K, E)
-    dk: Tma  # (B, G, K, D)
-    dv: Tma  # (B, G, K, E)
+    k: Tma | cute.Tensor  # (B, G, K, D); a row source that is not of tiles has tensors as they are
+    v: Tma | cute.Tensor  # (B, G, K, E)
+    dk: Tma | cute.Tensor  # (B, G, K, D)
+    dv: Tma | cute.Tensor  # (B, G, K, E)
+    source_result: Any  # what the row source writes besides; None of tiles
     q: cute.Tensor  # (B, H, Q, D)
     dout: cute.Tensor  # (B, H, Q, E)
     terms: cute.Tensor  # (2, B, H, Qp) float32: lse in base 2, delta
@@ -153,6 +161,7 @@ class GatherColumnArguments(NamedTuple):
     segments: cute.Tensor  # (m, SEGMENT) int32
     indices: cute.Tensor  # (rows,) int32
     bits: cute.Tensor  # (rows / 32, 64) int32: the words of a step, 32 queries of each key
+    source: Any  # arrays of the row source; None of tiles
     part_dk: cute.Tensor  # (slots, 64, D) float32
     part_dv: cute.Tensor  # (slots, 64, E) float32
     lengths: cute.Tensor  # (B,) int32; not read without `lengths` in the configuration
@@ -161,6 +170,7 @@ class GatherColumnArguments(NamedTuple):
     exponent: Float32  # factor of a score in exp2
     factor: Float32  # of dK: the scale
     items: Int32  # of `work`
+    source_numbers: Any = None  # of the row source
 
 
 class GatherColumnBlock(ColumnBlock):
@@ -169,3 +179,4 @@ class GatherColumnBlock(ColumnBlock):
     arguments: GatherColumnArguments
     ahead: ItemRing  # of the warps that gather
     s_words: cute.Tensor  # (64, 2, stages) int32: of a step
+    source: Any = None  # what the row source shares

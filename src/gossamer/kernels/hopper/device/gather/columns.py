@@ -29,7 +29,7 @@ from gossamer.kernels.hopper.device.gather.block import GatherColumnArguments, G
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import WORD, WORDS
 from gossamer.kernels.hopper.device.gather.rows import COPIES, THREADS, RowCopies, WordCopies, copy, role_of
-from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, items_to_gather
+from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, heads_of, items_to_gather
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +53,11 @@ class QueryGatherer(Opaque):
     A step that says that an item is over follows its last one.
     """
 
-    def __init__(self, block: GatherColumnBlock) -> None:
+    def __init__(self, block: GatherColumnBlock, thread: Any, copied_words: WordCopies) -> None:
         a, size = block.arguments, block.config.size
-        self.block, self.thread = block, cute.arch.thread_idx()[0] % THREADS
+        self.block, self.thread, self.words = block, thread, copied_words
         self.queries = RowCopies(a.q, block.q, block.s_q.iterator, size, self.thread)
         self.gradients = RowCopies(a.dout, block.dout, block.s_dout.iterator, size, self.thread)
-        self.words = WordCopies(a.bits, block.s_words, self.thread)
 
     @cute.jit
     def run(self):
@@ -184,16 +183,58 @@ class GatherColumnConsumer(ColumnConsumer):
         return ColumnConsumer.finish(self, n, m, begin, kind)
 
 
+class TileKeys:
+    """The row source of dK and dV: keys of items are tiles of k, v, dk and dv, which TMA loads and stores."""
+
+    def memory(self, c: GatherConfig) -> dict[str, Any]:
+        """The first members of shared memory, for what else keys have: nothing."""
+        return {}
+
+    def rings(self, block: GatherColumnBlock, memory: Any) -> tuple[Any, ...]:
+        """The rings of items, which come with K, and of V, which the block has, as they are set up."""
+        return block.k, block.v
+
+    def shared(self, arguments: GatherColumnArguments, memory: Any, c: GatherConfig) -> Any:
+        """What else roles share of keys: nothing."""
+
+    def loader(self, block: GatherColumnBlock) -> Any:
+        """What loads the keys of an item."""
+        a, size = block.arguments, block.config.size
+        return KeyTiles(
+            tile_loader(block.k, a.k, block.s_k, ROWS, size), tile_loader(block.v, a.v, block.s_v, ROWS, size)
+        )
+
+    def store(self, block: GatherColumnBlock) -> None:
+        """The warp that stores results."""
+        Sender(block, 0).send(1, False)
+
+    def words(self, block: GatherColumnBlock, thread: Any) -> WordCopies:
+        """What copies the words of a step."""
+        return WordCopies(block.arguments.bits, block.s_words, thread)
+
+    def count(self, arguments: GatherColumnArguments) -> Any:
+        """How many keys a head has."""
+        return cute.size(arguments.k.tensor, mode=[0])
+
+    def ratio(self, arguments: GatherColumnArguments) -> Any:
+        """Query heads of a key head."""
+        return heads_of(arguments.q) // heads_of(arguments.k)
+
+    def consumer(self, block: GatherColumnBlock) -> ColumnConsumer:
+        """The warpgroup that computes."""
+        return GatherColumnConsumer(block, GatheredColumnMasks(block))
+
+
 class GatherColumns(ColumnKernel):
-    """The kernel of one configuration."""
+    """The kernel of one configuration. `rows`: its row source, as `TileKeys` is one."""
 
     threads = 2 * WARPGROUP
     block_class = GatherColumnBlock
     readers = 1, 1, 4, 4
     ahead = AHEAD
 
-    def __init__(self, config: GatherConfig) -> None:
-        self.config = config
+    def __init__(self, config: GatherConfig, rows: Any = None) -> None:
+        self.config, self.rows = config, rows or TileKeys()
         self.blocks, self.registers = config.blocks, config.registers
         self.stages = config.stages, config.stages
         self.exchanged = config.stages * WORDS
@@ -210,11 +251,17 @@ class GatherColumns(ColumnKernel):
         size = self.config.size
         arguments = GatherColumnArguments(
             k=tma(k, ROWS, size), v=tma(v, ROWS, size), dk=tma(dk, ROWS, size, store=True),
-            dv=tma(dv, ROWS, size, store=True), q=q, dout=dout, terms=terms, work=work, segments=segments,
-            indices=indices, bits=bits, part_dk=part_dk, part_dv=part_dv, lengths=lengths, tile_counter=tile_counter,
-            before=before, exponent=exponent, factor=factor, items=items,
+            dv=tma(dv, ROWS, size, store=True), source_result=None, q=q, dout=dout, terms=terms, work=work,
+            segments=segments, indices=indices, bits=bits, source=None, part_dk=part_dk, part_dv=part_dv,
+            lengths=lengths, tile_counter=tile_counter, before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
+
+    def memory(self) -> dict[str, Any]:
+        return {**self.rows.memory(self.config), **super().memory()}
+
+    def keys(self, arguments: GatherColumnArguments) -> Any:
+        return self.rows.count(arguments)
 
     def block(self, arguments: GatherColumnArguments, memory: Any) -> GatherColumnBlock:
         """Its steps have a kind, and nothing else that describes them."""
@@ -223,32 +270,29 @@ class GatherColumns(ColumnKernel):
         block.q = CopiedRing.of(memory, "q", stages, THREADS + 1)  # and the step's description
         block.dout = CopiedRing.of(memory, "do", stages)
         block.ahead = items_to_gather(memory)
-        block.rings = (block.k, block.v), (block.ahead,), (RingPair(block.q, block.dout),)
+        block.rings = self.rows.rings(block, memory), (block.ahead,), (RingPair(block.q, block.dout),)
+        block.item, block.source = block.k.item[None, 0], self.rows.shared(arguments, memory, self.config)
         block.s_words = words(memory.exchanged, ROWS, 2, stages)
         return block
 
     def prepared(self, block: GatherColumnBlock) -> GatherColumnBlock:
-        a = block.arguments
-        block.ratio = cute.size(a.q, mode=[1]) // cute.size(a.k.tensor, mode=[2])
+        block.ratio = self.rows.ratio(block.arguments)
         return block
 
     @cute.jit
     def serve(self, block, warp):
-        """One warp takes items, one sends results, two gather."""
+        """One warp takes items and loads their keys, one stores results, two gather."""
         c, a = self.config, block.arguments
         role = role_of(warp, c.blocks)
         if role == 0:
             work = ColumnWork(a.work, a.tile_counter, a.items, a.lengths, block.keys, c)
-            own = KeyTiles(
-                tile_loader(block.k, a.k, block.s_k, ROWS, c.size),
-                tile_loader(block.v, a.v, block.s_v, ROWS, c.size),
-            )
-            Server(work, block.ahead, block.k, own, ColumnItem.VALID).run()
+            Server(work, block.ahead, block.k, self.rows.loader(block), ColumnItem.VALID).run()
         elif role == 1:
-            Sender(block, 0).send(1, False)
+            self.rows.store(block)
         else:
-            QueryGatherer(block).run()
+            thread = cute.arch.thread_idx()[0] % THREADS
+            QueryGatherer(block, thread, self.rows.words(block, thread)).run()
 
     @cute.jit
     def compute(self, block):
-        GatherColumnConsumer(block, GatheredColumnMasks(block)).consume()
+        self.rows.consumer(block).consume()

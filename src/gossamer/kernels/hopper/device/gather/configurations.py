@@ -11,6 +11,9 @@ ROWS = 64  # of a group, and columns that are gathered at a time: the layout's o
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
 DIRECTIONS = ("forward", "query", "columns", "gradients")
 WIDEST = 256  # of kernels of rows alone, whose lists only the device knows
+ALIGNED = 1024  # bytes at a multiple of which tiles begin: barriers and descriptions of items take up to half of them
+WORD = 4  # bytes of a word of a mask, and of a float32
+POINT = 4  # numbers of a position
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,12 @@ class GatherConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: rings, barriers and item descriptions; words of steps, for float32 powers too."""
-        width, words = (4, 4 * ROWS) if self.dtype == "float32" else (2, self.words)
-        exchanged = 2 * 2 * ROWS * ROWS if self.direction == "gradients" else 0
-        words_of_steps = 4 * words * self.slots
-        if exchanged or self.q_stages == 1:  # before the tiles, in the kilobyte that barriers and items take
-            words_of_steps = -(-max(0, words_of_steps - 512) // 1024) * 1024
-        if self.particles:  # and their rows, and the positions of columns
-            named = 4 * ROWS * self.q_stages + 4 * 4 * ROWS * self.slots * self.gaussian
-            words_of_steps = -(-(4 * words * self.slots + named - 512) // 1024) * 1024
+        width, words = (WORD, 4 * ROWS) if self.dtype == "float32" else (2, self.words)
+        exchanged = 2 * 2 * ROWS * ROWS if self.direction == "gradients" else 0  # P and dS
+        before = WORD * words * self.slots  # the tiles, where the words of steps stand
+        if self.particles:  # and the words of rows, and the positions of columns
+            before += WORD * ROWS * self.q_stages + WORD * POINT * ROWS * self.slots * self.gaussian
+        if self.particles or exchanged or self.q_stages == 1:
+            before = -(-max(0, before - ALIGNED // 2) // ALIGNED) * ALIGNED
         rows = (2 if self.direction != "forward" else self.q_stages) + 2 * self.stages
-        return width * ROWS * self.size * rows + exchanged + words_of_steps + 1024
+        return width * ROWS * self.size * rows + exchanged + before + ALIGNED

@@ -23,6 +23,7 @@ from gossamer.kernels.hopper.device.backward.common import clear, put_tile, two_
 from gossamer.kernels.hopper.device.backward.query import QueryConsumer, probabilities, score_gradients
 from gossamer.kernels.hopper.device.gather.block import GatherGradientArguments, GatherGradientBlock
 from gossamer.kernels.hopper.device.gather.query import GatheredRowMasks, GatherQuery
+from gossamer.kernels.hopper.device.gather.serve import item_rows
 
 PART = 128  # columns of dK and dV that are made at a time
 FLOAT = 4  # bytes
@@ -210,9 +211,10 @@ class GatherGradients(GatherQuery):
         factor: Float32, items: Int32, blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """As in `GatherGradientArguments`."""
+        c = self.config
         arguments = GatherGradientArguments(
-            q=self.rows(q), dout=self.rows(dout), dq=self.rows(dq, store=True), k=k, v=v, terms=terms, dk_sum=dk_sum,
-            dv_sum=dv_sum, work=work, indices=indices, bits=bits, part_dq=part_dq, lengths=lengths,
+            q=item_rows(c, q), dout=item_rows(c, dout), dq=item_rows(c, dq, store=True), k=k, v=v, terms=terms,
+            dk_sum=dk_sum, dv_sum=dv_sum, work=work, indices=indices, bits=bits, part_dq=part_dq, lengths=lengths,
             tile_counter=tile_counter, before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)

@@ -14,16 +14,22 @@ from cutlass import Float32, Int32, const_expr
 
 from gossamer.cute.common import Opaque, computing_thread
 from gossamer.cute.row_items import RowItem
-from gossamer.cute.shell import words
-from gossamer.cute.tiles import Tma
-from gossamer.cute.work import GatheredRows
+from gossamer.cute.shell import items_of, words
+from gossamer.cute.work import GatheredRows, ItemRing
 from gossamer.kernels.hopper.device.backward.common import Kind
 from gossamer.kernels.hopper.device.backward.query import ItemTiles, QueryConsumer, QueryGradient
 from gossamer.kernels.hopper.device.gather.block import GatherQueryArguments, GatherQueryBlock
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
 from gossamer.kernels.hopper.device.gather.masks import GatheredWords
 from gossamer.kernels.hopper.device.gather.rows import THREADS, Gatherer, RowCopies, WordCopies, role_of
-from gossamer.kernels.hopper.device.gather.serve import AHEAD, CopiedRing, Server, item_rows, items_to_gather
+from gossamer.kernels.hopper.device.gather.serve import (
+    AHEAD,
+    CopiedRing,
+    Server,
+    heads_of,
+    item_rows,
+    items_to_gather,
+)
 
 
 class GatheredRowMasks(Opaque):
@@ -56,14 +62,46 @@ class GatheredRowMasks(Opaque):
         self.packed.read(words, kv, entry)
 
 
+class TileRows:
+    """The row source of dQ: rows of items are tiles of q, dout and dq, which TMA loads and stores."""
+
+    def memory(self, c: GatherConfig) -> dict[str, Any]:
+        """The first members of shared memory, for what else rows have: nothing."""
+        return {}
+
+    def items(self, memory: Any) -> ItemRing:
+        """The ring of descriptions of items, which come with Q and dO."""
+        return items_of(memory, "q", 1, 1)
+
+    def shared(self, arguments: Any, memory: Any, c: GatherConfig) -> Any:
+        """What else roles share of rows: nothing."""
+
+    def loader(self, block: GatherQueryBlock) -> Any:
+        """What loads the rows of an item."""
+        return ItemTiles(block)
+
+    def words(self, block: GatherQueryBlock, thread: Any) -> WordCopies:
+        """What copies the words of a step."""
+        return WordCopies(block.arguments.bits, block.s_words, thread)
+
+    def ratio(self, arguments: Any) -> Any:
+        """Query heads of a key head."""
+        return heads_of(arguments.q) // heads_of(arguments.k)
+
+    def consumer(self, block: GatherQueryBlock) -> QueryConsumer:
+        """The warpgroup that computes."""
+        return QueryConsumer(block, GatheredRowMasks(block))
+
+
 class GatherQuery(QueryGradient):
-    """The kernel of one configuration."""
+    """The kernel of one configuration. `rows`: its row source, as `TileRows` is one."""
 
     block_class = GatherQueryBlock
     ahead = AHEAD
 
-    def __init__(self, config: GatherConfig) -> None:
+    def __init__(self, config: GatherConfig, rows: Any = None) -> None:
         super().__init__(config)
+        self.rows = rows or TileRows()
         self.registers = config.registers
         self.words = config.slots * config.words
         self.lands = False
@@ -77,20 +115,22 @@ class GatherQuery(QueryGradient):
         stream: Any,
     ) -> None:  # fmt: skip
         """As in `GatherQueryArguments`."""
+        c = self.config
         arguments = GatherQueryArguments(
-            q=self.rows(q), dout=self.rows(dout), dq=self.rows(dq, store=True), k=k, v=v,
-            terms=terms, work=work, indices=indices, bits=bits, part_dq=part_dq, lengths=lengths,
+            q=item_rows(c, q), dout=item_rows(c, dout), dq=item_rows(c, dq, store=True), source_result=None, k=k, v=v,
+            terms=terms, work=work, indices=indices, bits=bits, source=None, part_dq=part_dq, lengths=lengths,
             tile_counter=tile_counter, before=before, exponent=exponent, factor=factor, items=items,
         )  # fmt: skip
         self.launch(arguments, blocks, stream)
 
-    def rows(self, tensor: Any, store: bool = False) -> Tma:
-        """Loads or stores of the rows of items."""
-        return item_rows(self.config, tensor, store)
+    def memory(self) -> dict[str, Any]:
+        return {**self.rows.memory(self.config), **super().memory()}
 
-    def block(self, arguments: GatherQueryArguments, memory: Any) -> GatherQueryBlock:
+    def block(self, arguments: Any, memory: Any) -> GatherQueryBlock:
         block: GatherQueryBlock = super().block(arguments, memory)
         stages = self.config.stages
+        block.q, block.source = self.rows.items(memory), self.rows.shared(arguments, memory, self.config)
+        block.item = block.q.item[None, 0]
         block.k, block.v = CopiedRing.of(memory, "k", stages), CopiedRing.of(memory, "v", stages)
         block.ahead = items_to_gather(memory)
         block.rings = (block.q,), (block.ahead,), (block.k, block.v)
@@ -104,16 +144,15 @@ class GatherQuery(QueryGradient):
         role = role_of(warp, c.blocks)
         if role == 0:
             work = GatheredRows(a.work, a.tile_counter, a.items, a.indices, a.lengths, c.lengths)
-            Server(work, block.ahead, block.q, ItemTiles(block), RowItem.VALID).run()
+            Server(work, block.ahead, block.q, self.rows.loader(block), RowItem.VALID).run()
         elif role >= 2:
             thread = cute.arch.thread_idx()[0] % THREADS
             keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread)
             values = RowCopies(a.v, block.v, block.s_v.iterator, c.size, thread)
-            ratio = cute.size(a.q.tensor, mode=[2]) // cute.size(a.k, mode=[1])
-            copied_words = WordCopies(a.bits, block.s_words, thread)
+            ratio, copied_words = self.rows.ratio(a), self.rows.words(block, thread)
             lengths = a.lengths if const_expr(c.lengths) else None
             Gatherer(block.ahead, a.indices, keys, values, copied_words, ratio, lengths).run()
 
     @cute.jit
     def compute(self, block):
-        QueryConsumer(block, GatheredRowMasks(block)).consume()
+        self.rows.consumer(block).consume()

@@ -30,6 +30,11 @@ def item_rows(config: Any, tensor: Any, store: bool = False) -> Tma:
     return tma(tensor, ROWS, config.size, store=store)
 
 
+def heads_of(x: Any) -> Any:
+    """How many heads a tensor has, of TMA or (B, heads, rows, columns)."""
+    return cute.size(x.tensor, mode=[2]) if isinstance(x, Tma) else cute.size(x, mode=[1])
+
+
 @dataclass(frozen=True, eq=False)
 class CopiedRing(Ring):
     """A ring that threads copy rows to: a fence lets products see what they have written."""

@@ -2,6 +2,9 @@
 
 As gather/forward.py, but what is gathered are rows that were split before, with their powers; Q is split where it is
 used, and results go straight to memory. A launch is two kernels: the first splits the rows of K and V.
+
+A proximity graph of 131,072 points, 8 heads of 64, takes 1.10 ms on an H200, groups of one row by Triton 2.44
+(docs/lab/2026-11-22-gather.md).
 """
 
 from __future__ import annotations
