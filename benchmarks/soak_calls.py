@@ -16,6 +16,7 @@ import numpy as np
 import soak_oracle as oracle
 import torch
 from soak_oracle import Spec
+from soak_outcomes import options_of
 from soak_patterns import LARGEST, Draw, dilated, shortened, sometimes, spec_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -109,9 +110,7 @@ class Call(NamedTuple):
     def description(self) -> str:
         """The call in two lines of text."""
         B, H, G, Q, K, D, E = self.shape
-        skip = ("seed", "shape", "spec")
-        rest = {n: x for n, x in self._asdict().items() if n not in skip and x not in (None, False, "")}
-        text = ", ".join(f"{name}={x}" for name, x in rest.items())
+        text = options_of(self, "seed", "shape", "spec")
         return f"B={B} H={H} G={G} Q={Q} K={K} D={D} E={E} {shortened(self.spec)}\n    {text}"
 
 

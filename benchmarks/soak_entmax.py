@@ -18,7 +18,7 @@ import torch
 from soak_arguments import laid_out, pattern_argument, unbatched
 from soak_calls import FLOATS, INTEGERS, PLACES
 from soak_oracle import Spec
-from soak_outcomes import Outcome, begun, outcome_of
+from soak_outcomes import Outcome, begun, options_of, outcome_of
 from soak_patterns import shortened, spec_of
 from soak_rounding import exact, moved, of_weights, stored_as
 from torch import Tensor
@@ -76,9 +76,7 @@ class Call(NamedTuple):
     def description(self) -> str:
         """The call in two lines of text."""
         B, H, G, Q, K, D, E = self.shape
-        skip = ("seed", "shape", "spec", "merge")
-        rest = {n: x for n, x in self._asdict().items() if n not in skip and x not in (None, False, "")}
-        text = ", ".join(f"{name}={x}" for name, x in rest.items())
+        text = options_of(self, "seed", "shape", "spec", "merge")
         return f"B={B} H={H} G={G} Q={Q} K={K} D={D} E={E} {shortened(self.spec)}\n    {text}"
 
 

@@ -8,7 +8,6 @@ have no room. What is computed of a list that is cut is NaN, all else is attenti
 from __future__ import annotations
 
 import random
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import soak_pairs
 import torch
 from soak_arguments import laid_out
 from soak_clouds import PLACES, Cloud, cloud, make, precision
-from soak_outcomes import Outcome, begun, outcome_of
+from soak_outcomes import Outcome, options_of, outcome_of_mistakes
 from torch import Tensor
 
 from gossamer import particles as gp
@@ -95,9 +94,7 @@ class Call(NamedTuple):
 
     def description(self) -> str:
         """The call in two lines of text."""
-        of, skip = self.cloud, ("seed", "cloud")
-        rest = {n: x for n, x in self._asdict().items() if n not in skip and x not in (None, False, "")}
-        return f"{of}\n    {', '.join(f'{name}={x}' for name, x in rest.items())}"
+        return f"{self.cloud}\n    {options_of(self, 'seed', 'cloud')}"
 
 
 def draw(seed: int, device: str) -> Call:
@@ -128,19 +125,12 @@ def draw(seed: int, device: str) -> Call:
 
 def run(c: Call) -> Outcome:
     """Compute a call twice, and compare it with attention over all pairs."""
-    expected, message = MISTAKES.get(c.mistake or "", (None, ""))
+    return outcome_of_mistakes("neighbors", c, _run, MISTAKES, _refused)
 
-    def compute(outcome: Outcome) -> Outcome:
-        try:
-            return _run(c, outcome)
-        except (TypeError, ValueError) as error:
-            if expected is not None and isinstance(error, expected) and re.search(message, str(error)):
-                return outcome._replace(refused=f"mistake: {c.mistake}")
-            if c.cloud.bad is not None and c.capacity == "none" and "x must be finite" in str(error):
-                return outcome._replace(refused="lists of positions that are not finite")
-            raise
 
-    return outcome_of(begun("neighbors", c), compute, lambda error: None)
+def _refused(c: Call, error: Exception) -> str | None:
+    finite = c.cloud.bad is None or c.capacity != "none" or "x must be finite" not in str(error)
+    return None if finite else "lists of positions that are not finite"
 
 
 def _run(c: Call, outcome: Outcome) -> Outcome:

@@ -7,10 +7,13 @@ a refusal that the family lists, or else something wrong.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+Mistake = tuple[type[Exception], str]  # the error that refuses it, and what its message holds
 
 
 class Outcome(NamedTuple):
@@ -37,6 +40,12 @@ class Drawn(Protocol):
     def description(self) -> str: ...
 
 
+def options_of(call: Any, *skip: str) -> str:
+    """What a call is drawn with beside some of its fields, as text; what is None, False or empty is left out."""
+    given = {name: x for name, x in call._asdict().items() if name not in skip}
+    return ", ".join(f"{name}={x}" for name, x in given.items() if not (x is None or x is False or x == ""))
+
+
 def begun(family: str, call: Drawn) -> Outcome:
     """The outcome of a call of which nothing is wrong yet."""
     return Outcome(call.seed, call.kind, call.implementation or "None", None, None, call.description(), family)
@@ -61,6 +70,31 @@ def outcome_of(
         return outcome._replace(wrong=f"refused: {type(error).__name__}: {raised(error)}")
     except Exception as error:
         return outcome._replace(wrong=f"{type(error).__name__}: {raised(error)}")
+
+
+def outcome_of_mistakes(
+    family: str, call: Any, compute: Callable[[Any, Outcome], Outcome], mistakes: Mapping[str, Mistake],
+    refused: Callable[[Any, Exception], str | None] = lambda call, error: None,
+) -> Outcome:  # fmt: skip
+    """What `compute` says of a call that may be given a mistake, which has to be refused by its own error.
+
+    Args:
+        refused: the reason for which a call without one may be refused with such an error.
+    """
+    expected, message = mistakes.get(call.mistake or "", (None, ""))
+
+    def checked(outcome: Outcome) -> Outcome:
+        try:
+            return compute(call, outcome)
+        except (TypeError, ValueError) as error:
+            if expected is not None and isinstance(error, expected) and re.search(message, str(error)):
+                return outcome._replace(refused=f"mistake: {call.mistake}")
+            reason = refused(call, error)
+            if reason is None:
+                raise
+            return outcome._replace(refused=reason)
+
+    return outcome_of(begun(family, call), checked, lambda error: None)
 
 
 def raised(error: Exception) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import soak_pairs
 import torch
 from soak_arguments import laid_out
 from soak_clouds import PLACES, Cloud, Made, cloud, make, precision
-from soak_outcomes import Outcome, begun, outcome_of
+from soak_outcomes import Outcome, options_of, outcome_of_mistakes
 from soak_pairs import Law
 from torch import Tensor
 
@@ -141,9 +140,7 @@ class Call(NamedTuple):
 
     def description(self) -> str:
         """The call in two lines of text."""
-        of, skip = self.cloud, ("seed", "cloud", "operation", "law")
-        rest = {n: x for n, x in self._asdict().items() if n not in skip and x not in (None, False, "")}
-        text = ", ".join(f"{name}={x}" for name, x in rest.items())
+        of, text = self.cloud, options_of(self, "seed", "cloud", "operation", "law")
         return f"{self.operation} {self.law} of {of}\n    {text}"
 
 
@@ -186,17 +183,7 @@ def draw(seed: int, device: str) -> Call:
 
 def run(c: Call) -> Outcome:
     """Compute a call twice, and compare it with the sum over all pairs."""
-    expected, message = MISTAKES.get(c.mistake or "", (None, ""))
-
-    def compute(outcome: Outcome) -> Outcome:
-        try:
-            return _run(c, outcome)
-        except (TypeError, ValueError) as error:
-            if expected is None or not isinstance(error, expected) or not re.search(message, str(error)):
-                raise
-            return outcome._replace(refused=f"mistake: {c.mistake}")
-
-    return outcome_of(begun("particles", c), compute, lambda error: None)
+    return outcome_of_mistakes("particles", c, _run, MISTAKES)
 
 
 def _run(c: Call, outcome: Outcome) -> Outcome:

@@ -17,7 +17,7 @@ import soak_sparsek_oracle as definition
 import torch
 from soak_arguments import laid_out, unbatched
 from soak_calls import FLOATS, PLACES
-from soak_outcomes import Outcome, begun, outcome_of
+from soak_outcomes import Outcome, begun, options_of, outcome_of
 from soak_rounding import exact, moved, of_weights, stored_as
 from torch import Tensor
 
@@ -72,8 +72,7 @@ class Call(NamedTuple):
     def description(self) -> str:
         """The call as text."""
         B, H, G, U, N, D, E = self.shape
-        rest = {n: x for n, x in self._asdict().items() if n not in ("seed", "shape") and x not in (None, False, "")}
-        return f"B={B} H={H} G={G} U={U} N={N} D={D} E={E} " + ", ".join(f"{name}={x}" for name, x in rest.items())
+        return f"B={B} H={H} G={G} U={U} N={N} D={D} E={E} {options_of(self, 'seed', 'shape')}"
 
 
 def draw(seed: int, device: str) -> Call:

@@ -19,7 +19,7 @@ from soak_arguments import laid_out, unbatched, vector
 from soak_attention import compared, in_layout
 from soak_calls import FLOATS, INTEGERS, PLACES, Vector
 from soak_oracle import Spec, Terms
-from soak_outcomes import Outcome, begun, outcome_of
+from soak_outcomes import Outcome, begun, options_of, outcome_of
 from soak_patterns import pattern_of
 from torch import Tensor
 
@@ -69,8 +69,7 @@ class Call(NamedTuple):
     def description(self) -> str:
         """The call as text."""
         B, H, G, Q, K, D, E = self.shape
-        rest = {n: x for n, x in self._asdict().items() if n not in ("seed", "shape") and x not in (None, False, "")}
-        return f"B={B} H={H} G={G} Q={Q} K={K} D={D} E={E} " + ", ".join(f"{name}={x}" for name, x in rest.items())
+        return f"B={B} H={H} G={G} Q={Q} K={K} D={D} E={E} {options_of(self, 'seed', 'shape')}"
 
 
 class Told(NamedTuple):

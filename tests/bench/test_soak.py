@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -340,3 +340,17 @@ def test_a_process_that_crashes_or_hangs_is_a_failure(
     printed = capsys.readouterr().out
     assert "--family attention --one 7 --device cpu" in printed
     assert message in printed
+
+
+def test_a_description_names_zeros() -> None:
+    import soak_outcomes
+
+    class Drawn(NamedTuple):
+        seed: int = 3
+        scale: float | None = 0.0
+        steps: int = 0
+        mode: str = ""
+        bshd: bool = False
+        cap: float | None = None
+
+    assert soak_outcomes.options_of(Drawn(), "seed") == "scale=0.0, steps=0"
