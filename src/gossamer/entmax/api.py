@@ -25,7 +25,7 @@ Way = Literal["kernels", "torch"]
 
 
 class EntmaxAux(NamedTuple):
-    """What `entmax_attention` tells of its rows, with `return_aux`: each (B, H, Q), without a gradient.
+    """Statistics of each row, from `return_aux=True`: of q's shape without D, without a gradient.
 
     Examples:
         >>> x = torch.tensor([[2.0], [1.0], [0.0]])
@@ -85,7 +85,7 @@ def entmax_attention(
     implementation: Way | None = None,
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, EntmaxAux]:
-    """alpha-entmax attention (Peters et al., 2019): softmax at alpha 1, exactly sparse over it; exact, differentiable.
+    """alpha-entmax attention (Peters et al., 2019): exact and differentiable; softmax at alpha 1, sparse over it.
 
     The weights of a row are p_j = [(alpha - 1) s_j - tau]_+^(1 / (alpha - 1)) with s = scale * q k^T and the tau of
     which they sum to 1, over the keys that the row may see: those of `pattern`, `causal` and the positions, all at
@@ -169,7 +169,7 @@ def attended(found: Given, save: Save, told: bool = False) -> Results:
 
 
 def by_operator(found: Given) -> bool:
-    """Whether a call is of the operators that a compiled function sees: tensors without values have shapes by these."""
+    """Whether to call the registered operators: under torch.compile, and for tensors without values."""
     return torch.compiler.is_compiling() or found.q.is_meta
 
 

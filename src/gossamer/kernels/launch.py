@@ -56,19 +56,19 @@ class Operand(NamedTuple):
 
 
 class Array(NamedTuple):
-    """Memory that a launch needs: a result, or what its kernels leave one another."""
+    """Memory that a launch allocates: a result, or a workspace that one kernel writes and another reads."""
 
     dtype: str
     shape: Shape
     fill: float | None = None  # what it holds at first; None: anything
-    # "call": made for each call. "stream": one for each stream, filled once and left so by every kernel; a captured
-    # graph has one of its own. "launch": made once; kernels only read it.
+    # "call": allocated for each call. "stream": one for each CUDA stream, filled once; every kernel restores that value
+    # before it ends, and a captured graph has one of its own. "launch": allocated once, and only read by kernels.
     lifetime: Literal["call", "stream", "launch"] = "call"
     strides: Shape | None = None  # of a result alone; None: contiguous
 
 
 class View(NamedTuple):
-    """Elements of another array, in place."""
+    """A strided view of another array."""
 
     of: str
     dtype: str
@@ -87,16 +87,17 @@ class Descriptor(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a step runs: `kernel(name, *key)` of an implementation gives the function.
+    """Names the function that a step calls.
 
-    An operation's kernels are those of a module: the kind `name` there, called with the key, gives the function.
+    It is `kernel(name, *key)` of an implementation of the table. For an operation, `implementation` is the path of a
+    module, and the function is `getattr(module, name)(*key)`.
     """
 
     implementation: str  # a name of the table, EDGE, or an operation's module
     name: str
     key: tuple[Any, ...] = ()  # hashable
-    # How arrays are passed: as the edge's own arrays, the lasting ones among them converted once ("exchanged", by
-    # DLPack), or as addresses.
+    # How arrays are passed. "arrays": arrays of the framework. "exchanged": the same, but those that outlive the call
+    # (of the layout, or of lifetime "launch") are converted once, by DLPack. "addresses": raw pointers.
     passes: Literal["arrays", "exchanged", "addresses"] = "arrays"
 
 
@@ -110,10 +111,10 @@ Argument = str | Constant
 
 
 class Returned(NamedTuple):
-    """An array that a function makes."""
+    """An array that a function step returns."""
 
     name: str
-    like: Operand | None  # what it must be; None: whatever it is
+    like: Operand | None  # the dtype and shape that it must have; None: not checked
 
 
 class Step(NamedTuple):
@@ -189,12 +190,12 @@ class Builder:
         self, name: str, dtype: str, shape: Shape, *, in_place: bool = True, columns: int | None = None,
         made: str | None = None,
     ) -> str:  # fmt: skip
-        """Where a result of the call is written: itself, or memory that is copied to it at last.
+        """The name of the array that a kernel writes for a result: itself, or a buffer that is copied to it last.
 
         Args:
-            in_place: whether one that the caller gives can be written where it is.
-            columns: memory columns that a row needs; None: those of the result.
-            made: the type in which it is made; None: its own.
+            in_place: whether kernels can write directly into a result that the caller passes.
+            columns: how many columns a row has in memory, padding included; None: as the result.
+            made: the dtype that the kernel writes; None: that of the result.
         """
         whole = columns in (None, shape[-1]) and made in (None, dtype)
         if name in self.operands:
@@ -209,13 +210,13 @@ class Builder:
         return memory
 
     def padded(self, name: str, dtype: str, shape: Shape, columns: int, fill: float | None = None) -> str:
-        """Memory of `columns` columns, of which those of `shape` are seen; `fill`: what all hold at first."""
+        """The name of an array of `shape` whose rows have `columns` columns in memory; `fill`: its initial value."""
         memory = (*shape[:-1], columns)
         made = self.array(name, dtype, memory, fill)
         return made if columns == shape[-1] else self.view(f"{name}_columns", made, shape, compact(memory))
 
     def layout(self, **arrays: Any) -> list[str]:
-        """Name arrays of the layout, in the form that the edge has them; the names in order."""
+        """Register arrays of the layout under these names, which are returned in order."""
         for name, array in arrays.items():
             assert name not in self, name
             self._layout[name] = array
@@ -245,15 +246,15 @@ class Builder:
         return view.block if isinstance(view, Descriptor) else None
 
     def step(self, kernel: Kernel, *arguments: Argument | float | None) -> None:
-        """Run a kernel, which writes among its arguments: names of arrays, and numbers."""
+        """Append a kernel that writes its results into its arguments: names of arrays, and numbers."""
         self._check(kernel, arguments)
         self._steps.append(Step(kernel, tuple(x if isinstance(x, (str, Constant)) else Constant(x) for x in arguments)))
 
     def function(self, kernel: Kernel, *arguments: str | None, returns: Mapping[str, Operand | None]) -> None:
-        """Run a function of the framework, which makes its results: a tuple where they are several.
+        """Append a function of the framework that returns new arrays; several are returned as a tuple.
 
         Args:
-            returns: what each must be like; None: nobody asks.
+            returns: the dtype and shape that each result must have, by name; None: not checked.
         """
         self._check(kernel, arguments)
         given = tuple(Constant(None) if x is None else x for x in arguments)
@@ -263,7 +264,7 @@ class Builder:
         self._known.update({name: known for name, known in returns.items() if known is not None})
 
     def _check(self, kernel: Kernel, arguments: Iterable[Any]) -> None:
-        """Raise AssertionError for an argument that no array is named."""
+        """Raise AssertionError for an argument that is the name of no known array."""
         unknown = [x for x in arguments if isinstance(x, str) and x not in self]
         assert not unknown, f"{kernel.implementation}.{kernel.name} is given {unknown}, and nothing is named so"
 
@@ -290,7 +291,7 @@ class Builder:
         return name if known.contiguous and known.aligned else self.copied(name)
 
     def include(self, prepared: Prepared, given: Mapping[str, str], prefix: str) -> None:
-        """Run another launch.
+        """Append the steps, arrays and views of another launch.
 
         Args:
             given: the array here for each of its arguments and, where wanted, of its results.
@@ -313,7 +314,11 @@ class Builder:
             self._steps.append(Step(step.kernel, arguments, returns))
 
     def done(self, *results: str) -> Prepared:
-        """The launch, with the names of its results in order."""
+        """Append the pending copies of results; return the finished launch with the arrays of its layout.
+
+        Args:
+            results: the names of the results, in the order in which the caller gets them.
+        """
         for source, target in self._last:
             self.copy(source, target)
         launch = Launch(
@@ -323,7 +328,7 @@ class Builder:
 
 
 def with_own(prepared: Prepared, results: Mapping[str, Operand]) -> Prepared:
-    """A launch that makes the memory of results which its caller was to give, to lie as these were told to."""
+    """The same launch, which allocates these results itself, with the strides that its caller would have given."""
     launch = prepared.launch
     own = {name: Array(x.dtype, x.shape, strides=x.strides) for name, x in results.items()}
     rest = tuple(name for name in launch.arguments if name not in own)
@@ -336,7 +341,7 @@ def dtype_of(array: Any) -> str:
 
 
 def operand_of(array: Any) -> Operand:
-    """What an array of the layout is like; of one that is no tensor, nothing."""
+    """The `Operand` of an array or tensor of the layout; an empty one for anything else."""
     if hasattr(array, "__array_interface__"):  # of numpy
         return Operand(str(array.dtype), array.shape, compact(array.shape))
     if not hasattr(array, "data_ptr"):
@@ -348,7 +353,7 @@ def one_function(
     implementation: str, problem: Any, layout: Any, direction: Direction, scoring: Any, operands: Mapping[str, Operand],
     function: str | None = None,
 ) -> Prepared:  # fmt: skip
-    """The launch of an implementation whose directions are one function of the framework each.
+    """A launch of one step, for an implementation that has one function of the framework for each direction.
 
     `kernel(function, problem, scoring)` of the implementation gives it. It takes what `INPUTS` lists, then the layout
     and the `VECTORS`, None for each that the call has not, and returns (out, lse), or (dq, dk, dv) and, where there

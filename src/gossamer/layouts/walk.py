@@ -34,7 +34,7 @@ class TileList(NamedTuple):
     indices: Array  # (n,) int32; entries that no row refers to are undefined
 
     def listed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of every tile that numpy arrays list: its tile row, counted over (Bl, Hl, T), and its place in `indices`."""
+        """(row, place) of every listed tile, two numpy arrays: an index into (Bl, Hl, T), and one into `indices`."""
         starts = self.starts.reshape(-1).astype(np.int64)
         return ranges(starts, starts + self.counts.reshape(-1))
 
@@ -43,8 +43,8 @@ class TileList(NamedTuple):
 class Walk(WalkArrays):
     """One direction: for each tile of rows, the tiles of columns to visit, by kind of mask.
 
-    `rows` and `columns` are counts of positions, `block_rows` and `block_columns` the tile edges. Forward and dQ
-    walk query rows over key columns; dK and dV walk key rows over query columns, with the same kernels' ranges.
+    `rows` and `columns` are numbers of positions, of which a tile has `block_rows` x `block_columns`. Forward and dQ
+    walk query rows over key columns; dK and dV walk key rows over query columns, in the same form.
 
     Bl is 1 or B, Hl is 1 or H; T = ceil(rows / block_rows).
     """
@@ -83,11 +83,11 @@ class Walk(WalkArrays):
         return Walk(self.rows, self.columns, self.block_rows, self.block_columns, full, interval, bits, *each)
 
 
-ARRAYS_PER_WALK = 13
+ARRAYS_PER_WALK = 13  # three of each of three lists, lo, hi, pool_index, pool
 
 
 def tile_edge(name: str, edge: Any) -> int:
-    """The edge of a tile, which may be an integer of numpy.
+    """The height or width of a tile as an int; it may be an integer of numpy.
 
     Raises:
         ValueError: it is no positive multiple of 32.
@@ -109,7 +109,11 @@ def iterate(walk: Walk) -> Iterator[tuple[int, int, int, str, int, int]]:
 
 
 def expand(walk: Walk) -> np.ndarray:
-    """The dense boolean matrix of a numpy walk, (rows, columns) or (Bl, Hl, rows, columns)."""
+    """The dense boolean mask of a walk, a numpy array (Bl, Hl, rows, columns), or (rows, columns) if Bl = Hl = 1.
+
+    Raises:
+        ValueError: a tile is listed twice, or breaks a rule of the ragged edge above.
+    """
     walk = walk.on_host()
     br, bc = walk.block_rows, walk.block_columns
     height, width = walk.tiles * br, -(-walk.columns // bc) * bc

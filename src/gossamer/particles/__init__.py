@@ -1,4 +1,9 @@
-"""Particles: sums over all neighbours within a radius, exactly and with gradients, on arrays of JAX or torch."""
+"""Particles: sums over all neighbours within a radius, exactly and with gradients, on arrays of JAX or torch.
+
+`radial.py` and `attention.py`: the functions; `laws.py`: what a pair adds. The definition in arrays of any library:
+`terms.py`, `attend.py`; by torch `in_torch.py`, `attend_torch.py`, by JAX `in_jax.py`, `attend_jax.py`. `cells.py`
+and `groups.py`: which particles are near. `kernels/`: the kernels, which `fused_*.py` and `listed_*.py` call.
+"""
 
 from gossamer.particles.attention import neighbor_attention
 from gossamer.particles.cells import Cells

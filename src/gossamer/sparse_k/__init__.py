@@ -1,4 +1,9 @@
-"""SparseK: the keys of the largest scores at each step, under differentiable gates, and attention over them."""
+"""SparseK: the keys of the largest scores at each step, under differentiable gates, and attention over them.
+
+`operator.py`: thresholds and gates, defined in `thresholds.py`, with kernels in `thresholds_triton/`. `attention.py`:
+the attention over a window and gated keys, defined in `chunks.py`; `launch/` calls its kernels, `triton/` and
+`hopper/` hold them. `nn.py` and `cache.py`: the module. `explain.py`: what a call does.
+"""
 
 from gossamer.sparse_k.attention import sparsek_attention
 from gossamer.sparse_k.explain import SparseKExplanation, explain_sparsek

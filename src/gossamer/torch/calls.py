@@ -55,7 +55,7 @@ from gossamer.torch.planning import (
 )
 from gossamer.torch.request import Request, ResolvedPattern
 
-MOST_BACKWARDS = 8  # of a call: by the strides of what it saved and of the gradients that it is given
+MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
 
 Bound = Callable[..., tuple[Tensor, ...]]
 
@@ -63,12 +63,12 @@ known: Memo[Any] = Memo()  # calls, by their keys
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
-    """What computes a request, made where there was none before.
+    """The `Call` (or `Unbatched`) that computes a request: from the memo, or new and then kept there.
 
     Args:
-        key: where the call has one as it was given, under which nothing was found.
+        key: that of the arguments as they were given, looked up already without success; None: `request.key`.
     """
-    as_given = key is not None  # then the call is run with what was given, else with views of four dimensions
+    as_given = key is not None  # the call then takes the user's own tensors, else views of four dimensions
     if key is None:
         key = request.key
         found = known.get(key)
@@ -96,7 +96,7 @@ class Unbatched(NamedTuple):
 
 
 def read_q_offset(request: Request) -> Request:
-    """The request with a `q_offset` that is a tensor read, which waits for a GPU.
+    """The request with an int as `q_offset`: of a tensor the value is read, which waits for a GPU.
 
     Raises:
         ValueError: it is no position.
@@ -111,7 +111,7 @@ def read_q_offset(request: Request) -> Request:
 
 
 def vectors_and_data(more: Sequence[Any]) -> tuple[Vectors, tuple[Any, ...]]:
-    """What a call takes behind q, k and v: the vectors, all None where it takes nothing, and data."""
+    """(vectors, data) of the tensors behind q, k and v; without any, every vector is None and data is ()."""
     if not more:
         return NO_VECTORS, ()
     lengths, sinks, slopes, *data = more
@@ -119,7 +119,7 @@ def vectors_and_data(more: Sequence[Any]) -> tuple[Vectors, tuple[Any, ...]]:
 
 
 class Call:
-    """What every call of a key does, of which a pattern says what is attended.
+    """Runs every call of one key: its plan, its bound forward and backward. A pattern says what is attended.
 
     Of the tensors of a call, `more` are key_lengths, sink_logits and alibi_slopes, or nothing where calls of the key
     have none of them.
@@ -136,14 +136,17 @@ class Call:
             check_rows(self.plan.problem, self.scoring, attended.handle)
             check_distances(a, self.scoring, attended.handle)
         check_sizes(a, attended.handle)
-        self.differentiable, self.device, self.attended = a.backward, a.q.device, attended._replace(data=(), alive=None)
+        self.differentiable, self.device = a.backward, a.q.device
+        self.attended = attended._replace(data=(), alive=None)
+        # A call that is kept must keep no tensor of the user alive.
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
         self._vectors = VECTORS if request.more else ()
         self._start(request)
 
     def _start(self, request: Request) -> None:
-        # A pattern that is made again for each call keeps its handle, and so its key.
+        """Bind the forward, and prepare the memo of backwards."""
+        # The token keeps the handle alive: an equal pattern that the next call makes has the same handle and key.
         self._alive = token_of(self.attended.handle)
         self._backwards: Memo[Bound] = Memo(MOST_BACKWARDS)
         self.forward: Bound = self._bound("forward", request.operands)
@@ -168,14 +171,14 @@ class Call:
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`gradients`, computed here whoever looks."""
+        """(dq, dk, dv), and dsink_logits where there are sinks; never through the operator, unlike `gradients`."""
         return self._backward(self._backwards, None, dout, dlse, q, k, v, out, lse, *more)
 
     def _backward(
         self, kept: Memo[Bound], given: DataLayout | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
         v: Tensor, out: Tensor, lse: Tensor, *vectors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        # What was saved may have been elsewhere meanwhile, by hooks, and lie otherwise than in the forward.
+        # Hooks on saved tensors (offloading, say) may return them with other strides than in the forward.
         key = (
             given and self, dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(),
             out.stride(), lse.stride(), alignment(dout, q, k, v, out, lse),
@@ -186,7 +189,7 @@ class Call:
             names, tensors = (*INPUTS["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
             operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
             run = kept.put(key, self._bound("backward", operands, given))
-        if q.is_cuda and self._kept(given) and is_current_stream_capturing():
+        if q.is_cuda and self._outlasts(given) and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
@@ -195,13 +198,13 @@ class Call:
         made = results_in_bshd(direction, operands) if self.options.bshd else {}
         operands = operands | made
         make = partial(self._prepared, direction, operands, given)
-        prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._kept(given) else make()
+        prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._outlasts(given) else make()
         wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
         assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
         return bind(with_own(prepared, made) if made else prepared, self.device, (*INPUTS[direction], *self._vectors))
 
-    def _kept(self, given: DataLayout | None) -> bool:
-        """Whether a launch outlasts the call: not of data in the buffers of a compiled graph, which has its memory."""
+    def _outlasts(self, given: DataLayout | None) -> bool:
+        """Whether later calls may use a launch: not if its data lie in buffers that a compiled graph uses again."""
         return given is None or self.options.counted
 
     def _prepared(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None) -> Prepared:
@@ -222,7 +225,7 @@ class Call:
 
 
 class DataCall(Call):
-    """A call of which data say what is attended: of its tensors, `more` ends with the arrays of a layout, or a mask."""
+    """A call whose pairs tensors tell: `more` ends with the arrays of a layout, or with a mask."""
 
     def _start(self, request: Request) -> None:
         self._operands = request.operands
@@ -236,7 +239,7 @@ class DataCall(Call):
         run = given.bound.get(self)
         if run is None:
             run = given.bound.put(self, self._bound("forward", self._operands, given))
-        if q.is_cuda and self._kept(given) and is_current_stream_capturing():
+        if q.is_cuda and self._outlasts(given) and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(q, k, v, *vectors)
 
@@ -266,7 +269,7 @@ class EmptyCall(Call):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *more: Any
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """(out, lse): 0, and -inf or the sink."""
+        """(out, lse) of no pairs: out is 0, lse is -inf or the sink of the head."""
         vectors, data = vectors_and_data(more)
         if self.attended.geometry:
             if not self.options.made:
@@ -299,7 +302,7 @@ class EmptyCall(Call):
 def gradients_by_operator(
     a: Arguments, attended: ResolvedPattern, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), and dsink_logits where there are sinks, seen by whoever looks at operators."""
+    """(dq, dk, dv), and dsink_logits where there are sinks, by the registered operator: modes and tracers see it."""
     backward, t = torch.ops.gossamer.backward.default, attended
     *gradients, dsink = backward(
         dout, dlse, a.q, a.k, a.v, out, lse, list(t.data), list(t.geometry), t.handle, *options_of(a)
@@ -320,7 +323,7 @@ def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> di
 
 
 class Differentiated(Protocol):
-    """What the gradient of a call is made of."""
+    """What `Attention` needs of a call: its forward and its gradients."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse), without a gradient."""
@@ -330,7 +333,7 @@ class Differentiated(Protocol):
 
 
 class Attention(torch.autograd.Function):
-    """Saves what the backward reads, lengths as a copy; lse is differentiable, double backward is not."""
+    """The autograd function of a call. It copies lengths; lse has a gradient, a double backward raises."""
 
     @staticmethod
     def forward(
@@ -363,7 +366,7 @@ class Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients where a graph of them is asked for; it leads to the inputs, so that its use raises, not gives 0."""
+    """The gradients under create_graph=True: they lead to the inputs, so that a double backward raises."""
 
     @staticmethod
     def forward(ctx: Any, compute: Any, dout: Tensor | None, dlse: Tensor | None, *inputs: Tensor | None) -> Any:

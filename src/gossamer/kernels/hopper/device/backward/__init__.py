@@ -1,5 +1,9 @@
 """The backward kernels: dK, dV and dQ of a walk over key tiles, and what runs before and after it.
 
+Sliding windows are tiles of intervals: masks.py has what their keys keep, schedule/columns.py the work. dQ has three
+ways, which launch/backward.py names: sums in the column kernel, by rows (query.py), and from dS that is saved
+(kept.py).
+
 The column kernel (kernel.py) walks `layout.columns`: rows of that walk are keys, its columns queries. Shapes and types
 of its arguments are those of `ColumnArguments` (block.py). dk and dv are written whole.
 

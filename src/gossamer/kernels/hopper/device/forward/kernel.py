@@ -1,10 +1,11 @@
 """The forward kernel: warp-specialised, persistent, one walk of a layout's rows.
 
-One block per multiprocessor. Warp 0 of the first warpgroup is the producer: it takes work items, publishes each one's
-description in shared memory, and keeps the rings of Q, K and V filled by TMA. Warps 1, 2, 3 store finished outputs.
-Each other warpgroup owns 64 query rows: S = Q K^T and O += P V by wgmma, P from registers, softmax of one step
-overlapped with the products of the next one, also from one item to the next, and the warpgroups take turns at the
-tensor cores (named barriers).
+`config.blocks` blocks for each multiprocessor. Warp 0 of the first warpgroup is the producer: it takes work items,
+writes each one's description to shared memory, and fills the rings of Q, K and V by TMA. The warps behind it store
+outputs, one for each consumer.
+Each other warpgroup is a consumer of 64 query rows: S = Q K^T and O += P V by wgmma, P in registers. The softmax of a
+step runs beside P V of the step before, across items too. Consumers take turns at the tensor cores (named barriers), as
+in FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from gossamer.kernels.hopper.device.forward.merge import Merge
 from gossamer.kernels.hopper.device.forward.produce import Producer
 from gossamer.kernels.hopper.device.forward.results import store
 
-REGISTERS = {(1, 1): (56, 240), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160)}  # by warpgroups and blocks
+REGISTERS = {
+    (1, 1): (56, 240),
+    (1, 2): (24, 232),
+    (2, 1): (24, 240),
+    (3, 1): (32, 160),
+}  # (consumers, blocks): registers of a thread of the producer, of a consumer
 
 
 class Forward(Shell):
@@ -64,7 +70,7 @@ class Forward(Shell):
             self.merge(out, lse, part_out, part_lse, merges, sinks, has_sinks, stream)
 
     def layouts(self) -> tuple[Any, Any, Any]:
-        """Of the rings of Q, K and V."""
+        """The shared-memory layouts of the rings of Q, K and V."""
         c, n = self.config, self.dtype
         q = tile_layout(n, ROWS, c.D, c.q_stages * self.groups)
         return q, tile_layout(n, c.step, c.D, c.stages), tile_layout(n, c.step, c.E, c.stages)
