@@ -23,12 +23,12 @@ from gossamer.kernels.hopper.device.backward.common import STEP, Kind, Step, two
 
 @dataclass(frozen=True, eq=False)
 class ColumnWork(WorkList):
-    """Items of columns. With lengths a description says how many keys count; what lies past the keys walks nothing."""
+    """Items of columns. With lengths, KEYS of an item is how many keys count; an item past them has no segments."""
 
     lengths: cute.Tensor | None  # (B,) int32
     keys: Int32
     config: Any
-    pieces: int = 0  # of 64 keys, each an item of its own, of an item that is listed; 0: it is one item
+    pieces: int = 0  # a listed item is cut into so many items of 64 keys each; 0: it is not cut
 
     @cute.jit
     def draw(self, w):
@@ -54,7 +54,7 @@ class ColumnWork(WorkList):
         return word
 
     def first_key(self, word: Any) -> Any:
-        """The first key of an item, or of the tile that it is of: dS that is kept is read of whole tiles."""
+        """The first key of an item; where dS is saved, that of the listed item: saved dS is read in whole tiles."""
         tile = cute.arch.shuffle_sync(word, ColumnItem.TILE)
         if self.config.keeps and self.pieces:
             tile = tile // self.pieces * self.pieces
@@ -62,7 +62,7 @@ class ColumnWork(WorkList):
 
 
 class RowLoader(Opaque):
-    """What fills a ring with tiles of 64 queries of Q or dO, and their row terms: the first or the second of them."""
+    """Fills a ring with tiles of 64 queries of Q or dO, and with one of their row terms: 0 is lse, 1 delta."""
 
     def __init__(
         self, block: TileColumnBlock, ring: Ring, tma: Tma, tiles: Any, columns: int, term: int, to: Any
@@ -75,9 +75,10 @@ class RowLoader(Opaque):
 
     @cute.jit
     def load(self, n, half, first, head, batch, empty, word=None):
-        """Fill a half of the n-th use with the queries from `first` on; `word` describes them, a word of each lane.
+        """Fill a half of the ring's n-th use with the 64 queries from `first` on.
 
-        empty: which of them become zero, as of `Landing.clear`; None where the configuration clears nothing.
+        empty: bits of the queries that become zero; None where the configuration clears nothing.
+        word: this lane's word of the description of these queries (`Step`); None with dO.
         """
         stage = self.ring.wait_empty_at(n)
         if const_expr(word is not None):
@@ -107,16 +108,16 @@ class RowLoader(Opaque):
 
 
 class EdgeKinds(Opaque):
-    """What a warpgroup's keys keep of an interval tile: even lanes know it of the first, odd lanes of the second."""
+    """Which queries the keys of a warpgroup keep by intervals: even lanes hold the first's bounds, odd the second's."""
 
     def __init__(self, block: TileColumnBlock) -> None:
         self.block = block
-        # The first query that some key keeps and the one behind the last; and those of all keys.
+        # [begin, end) of the queries that some key keeps, and of those that all keys keep.
         self.some, self.all = two_rows(Int32), two_rows(Int32)
 
     @cute.jit
     def load(self, lead, tile, intervals):
-        """Of the keys of a tile, if it has so many intervals."""
+        """Read the bounds for the keys of a tile; none where it has no tiles of intervals (`intervals` is 0)."""
         a, keys = self.block.arguments, self.block.attended
         first = tile * self.block.config.block_kv + cute.arch.lane_idx() % 2 * ROWS
         for bounds in (self.some, self.all):
@@ -129,7 +130,7 @@ class EdgeKinds(Opaque):
 
     @cute.jit
     def kind(self, first, at_end):
-        """Of 64 queries; only at an end of an item it may be nothing."""
+        """The `Kind` of the 64 queries from `first` on for this lane's warpgroup; NOTHING only if `at_end`."""
         kind = Int32(Kind.INTERVAL)
         if self.all[0] <= first and self.all[1] >= first + ROWS:
             kind = Int32(Kind.FULL)
@@ -158,33 +159,33 @@ class Item(NamedTuple):
     keys: Int32  # that are attended, of the batch element
     ragged: Int32  # 1 where the tile reaches past them
     missing: Int32 | None  # as `Producer.missing_keys` gives it
-    started: Int32  # stages of Q before its first
+    started: Int32  # `Filled.n` when the item began
     segments: Int32  # how many it has
 
 
 class QueryTiles(NamedTuple):
     """The tiles of a segment: of one query head, those of full lists first, then those of intervals, then of bits."""
 
-    share: Int32  # of the query heads of the key head
+    member: Int32  # which query head of the group, from 0
     head: Int32  # the query head
     lead: Int32  # its row in `lo` and `hi`
     fulls: Int32  # full tiles
     intervals: Int32  # tiles of intervals
     total: Int32  # tiles of all three lists
-    at_full: Int32  # tile i of the segment is entry at_full + i of the lists, if it is a full one
+    at_full: Int32  # full tile i of the segment is lists[:, at_full + i]; the next two likewise
     at_interval: Int32
     at_bits: Int32
-    lowest: Int32  # queries of intervals that keep any key of the item are of [lowest, highest)
+    lowest: Int32  # by intervals, only queries in [lowest, highest) keep a key of the item
     highest: Int32
-    number: Int32  # of the item's segments, the first one's is 0
+    number: Int32  # of this segment within the item, from 0
 
 
 class QueryTile(NamedTuple):
     """A tile of queries."""
 
     kind: Int32  # a `Kind`
-    entry: Int32  # as `Step.ENTRY` is
-    at: Int32  # its entry in the lists
+    entry: Int32  # the value of `Step.ENTRY`
+    at: Int32  # lists[:, at] is this tile
 
 
 class Producer(Opaque):
@@ -196,7 +197,8 @@ class Producer(Opaque):
     def __init__(self, block: TileColumnBlock, work: ColumnWork) -> None:
         self.config, self.block, self.work = block.config, block, work
         c, a = block.config, block.arguments
-        self.halves, self.down = c.step // ROWS, c.block_kv * (work.pieces or 1)  # keys of a tile of the layout
+        self.halves = c.step // ROWS
+        self.layout_kv = c.block_kv * (work.pieces or 1)  # keys of a tile of the layout
         self.load_q = RowLoader(block, block.q, a.q, block.s_q, c.D, 0, block.lse)
         self.load_do = RowLoader(block, block.dout, a.dout, block.s_dout, c.E, 1, block.delta)
         self.load_k = tile_loader(block.k, a.k, block.s_k, c.block_kv, c.D, block.landing)
@@ -228,7 +230,7 @@ class Producer(Opaque):
 
     @cute.jit
     def publish(self, word):
-        """Write the item's description for all roles, who read it when K has come: K's stage is empty."""
+        """Write the item's description for the other warps. K's stage is empty: they read it once K is full."""
         if self.lane < ITEM:
             self.block.item[self.lane] = word
         cute.arch.sync_warp()
@@ -260,8 +262,8 @@ class Producer(Opaque):
         """The tiles of a segment of an item, whose segments begin at `at_segment`."""
         c, a, keys = self.config, self.block.arguments, item.keys
         part = self.segment_word(at_segment + number)
-        share = cute.arch.shuffle_sync(part, Segment.HEAD)
-        head = item.group * self.block.ratio + share
+        member = cute.arch.shuffle_sync(part, Segment.HEAD)
+        head = item.group * self.block.ratio + member
         lead = cute.arch.shuffle_sync(part, Segment.LEAD)
         fulls = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
         intervals = cute.arch.shuffle_sync(part, Segment.INTERVAL_COUNT)
@@ -278,7 +280,7 @@ class Producer(Opaque):
         if const_expr(c.edges):
             self.edge_kinds.load(lead, item.tile, intervals)
         return QueryTiles(
-            share, head, lead, fulls, intervals, total, at_full, at_interval, at_bits, lowest, highest, number
+            member, head, lead, fulls, intervals, total, at_full, at_interval, at_bits, lowest, highest, number
         )
 
     @cute.jit
@@ -314,9 +316,10 @@ class Producer(Opaque):
 
     @cute.jit
     def in_order(self, tiles, place):
-        """Which tile of a segment is loaded at a place.
+        """The number of the tile that is loaded at a place of a segment.
 
-        With `edges` the first tile of an interval comes first: of its first step a warpgroup may keep nothing.
+        With `edges` the first tile of intervals is loaded before the full tiles: a warpgroup may skip queries in the
+        first step of an item alone, and of that tile it may keep nothing.
         """
         early = Int32(1) if const_expr(self.config.edges) and tiles.intervals > 0 else Int32(0)
         i = place
@@ -337,15 +340,15 @@ class Producer(Opaque):
                 at = tiles.at_bits + i
                 entry = self.block.arguments.lists[1, at] * self.config.block_kv
         elif item.ragged != 0:
-            # Keys that do not exist have score 0: far above a very negative lse, p overflows.
+            # A key past the end has score 0: with a very negative lse, p = exp(0 - lse) would overflow.
             kind, entry = Int32(Kind.INTERVAL), Int32(-1)
         return QueryTile(kind, entry, at)
 
     @cute.jit
     def kind_of_each(self, item, tiles, tile, place, first, end, n):
-        """The kind of 64 queries; of an interval's, in the lanes from `Step.KEPT` on, that for each warpgroup's keys.
+        """The `Kind` of 64 queries; of intervals, lanes from `Step.KEPT` on have that of each warpgroup's keys.
 
-        A warpgroup that keeps none of them is told so in the item's first step and in its last.
+        NOTHING is given in an item's first and last step alone: elsewhere such queries stay INTERVAL.
         """
         word, following = tile.kind, first + ROWS
         last = tiles.number == item.segments - 1 and place == tiles.total - 1
@@ -356,13 +359,13 @@ class Producer(Opaque):
 
     @cute.jit
     def saved_at(self, item, tiles, tile, p, word):
-        """`word`, and in lane `Step.PLACE` the pair of tiles of 64 x 64 of which dS is saved: see `keep`."""
+        """`word`, but in lane `Step.PLACE` the number of the 64 x 64 pair of tiles whose dS is saved (keep.py)."""
         c, a, words = self.config, self.block.arguments, self.block.item
         pieces = const_expr(self.work.pieces or 1)
-        down = const_expr(self.work.pieces or c.block_kv // ROWS)
+        key_parts = const_expr(self.work.pieces or c.block_kv // ROWS)
         if self.lane == Step.PLACE:
-            of_head = words[ColumnItem.PLACE] + words[ColumnItem.NEXT_PLACE] * tiles.share
-            word = (of_head + a.lists[2, tile.at]) * down + item.tile % pieces
+            of_head = words[ColumnItem.PLACE] + words[ColumnItem.NEXT_PLACE] * tiles.member
+            word = (of_head + a.lists[2, tile.at]) * key_parts + item.tile % pieces
             word = word * (c.block_q // ROWS) + p
         return word
 
@@ -379,7 +382,7 @@ class Producer(Opaque):
 
     @cute.jit
     def load_queries(self, item, kind, first, head, filled):
-        """Load Q and dO of 64 queries, V between the item's first two. Returns `Filled`."""
+        """Load Q and dO of 64 queries, and V between the item's first Q and dO. Returns `Filled`."""
         empty = self.empty_queries(kind, first, head, item.batch)
         self.load_q.load(filled.n, filled.half, first, head, item.batch, empty, filled.word)
         if filled.v_pending != 0:
@@ -390,7 +393,7 @@ class Producer(Opaque):
 
     @cute.jit
     def fill_up(self, item, filled):
-        """Fill the second half of an item's last step with the queries of the first, of which nothing is kept."""
+        """Fill the second half of an item's last step with the first's queries, as `Kind.NOTHING`. Returns `Filled`."""
         first = cute.arch.shuffle_sync(filled.word, Step.QUERY)
         head = cute.arch.shuffle_sync(filled.word, Step.HEAD)
         word = filled.word
@@ -417,12 +420,12 @@ class Producer(Opaque):
 
     @cute.jit
     def missing_keys(self, word):
-        """Of an item's keys a bit for each of this lane's that no query of it attends, as `Landing.clear` has them.
+        """A bit for each of this lane's keys that no query of the item attends: bit i is the tile's key lane + 32 i.
 
-        It is told by their intervals, where the item has nothing else, and by a length. None where the configuration
-        clears nothing.
+        `Landing.clear` makes these keys zero. Intervals tell them (if the item has tiles of intervals alone), the pool,
+        or the key length. None where the configuration clears no keys.
 
-        word: this lane's of the item.
+        word: this lane's word of the item.
         """
         c, a, lane = self.config, self.block.arguments, self.lane
         found = None
@@ -439,7 +442,7 @@ class Producer(Opaque):
                 others = cute.arch.shuffle_sync(part, Segment.FULL_COUNT)
                 others += cute.arch.shuffle_sync(part, Segment.BITS_COUNT)
                 if const_expr(c.clears == Clears.KEYS):
-                    found = found & unset(a.pool, lead, first, self.block.keys, self.down, c.block_kv)
+                    found = found & unset(a.pool, lead, first, self.block.keys, self.layout_kv, c.block_kv)
                 elif others > 0:
                     found = Int32(0)
                 elif found != 0 and intervals > 0:
@@ -458,9 +461,9 @@ class Producer(Opaque):
 
     @cute.jit
     def empty_queries(self, kind, first, head, batch):
-        """Of 64 queries from `first` on a bit for each of this lane's that keeps nothing, as `Landing.clear` has them.
+        """A bit for each of this lane's queries that keeps no key: bit i is query first + lane + 32 i.
 
-        In a full tile none does. None where the configuration clears nothing.
+        `Landing.clear` makes these queries zero. 0 for a full tile; None where the configuration clears nothing.
         """
         found = None
         if const_expr(self.config.clears):
@@ -474,7 +477,7 @@ class Producer(Opaque):
         return found
 
     def following(self, n: Any, m: Any, half: Any) -> Any:
-        """The place after a half of stage `n` of Q and `m` of dO."""
+        """(n, m, half) after a half of stage `n` of Q and `m` of dO is filled."""
         if self.halves == 1:
             return n + 1, m + 1, half
         return n + half, m + half, 1 - half
