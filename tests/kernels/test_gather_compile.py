@@ -8,18 +8,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from gossamer.kernels.relaunch import padded
-from gossamer.kernels.triton.compile import FLOATS, PLAIN, Report, argument_type, report
+from gossamer.kernels.relaunch import compiled_for, padded, parameters
+from gossamer.kernels.triton.arguments import filled
+from gossamer.kernels.triton.compile import Report, report, stand_in
 from gossamer.kernels.triton.config import SHARED_MEMORY
 from gossamer.kernels.triton.gather import row_kernels, tile_kernels
 from gossamer.kernels.triton.gather.config import GATHERS, group_config, piece, row_config
+from gossamer.kernels.triton.gather.parameters import RowForm, TileForm
 from gossamer.layouts.gather import WIDTHS
-
-INTEGERS = PLAIN | {"n_groups", "heads", "stride_lb", "stride_lh", "stride_ln"}
 
 
 def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Report:
@@ -27,31 +23,24 @@ def compiled(direction: str, block_q: int, dtype: str, D: int, sm: int) -> Repor
     bits = 32 if dtype == "float32" else 16
     constants: dict[str, Any] = {
         "D": D, "E": D, "BLOCK_D": padded(D), "BLOCK_E": padded(D), "GROUP": 1, "MEMBERS": 1, "B_FROM_GRID": True,
-        "H_FROM_GRID": True, "HAS_SLOTS": True, "SOFTCAP": False, "ALIBI": False, "SINK": False, "LENGTHS": False,
+        "H_FROM_GRID": True, "HAS_SLOTS": True, "SOFTCAP": False, "ALIBI": 0, "SINK": False, "LENGTHS": False,
     }  # fmt: skip
     if block_q == 1:
-        kernel = getattr(row_kernels, f"rows_{direction}_kernel")
+        kernel, form = getattr(row_kernels, f"rows_{direction}_kernel"), RowForm
         chosen = row_config(direction, bits, D, D)  # type: ignore[arg-type]
         constants |= {"RP": chosen.items, "C": chosen.columns, "SD": piece(D, bits), "SE": piece(D, bits)}
-        constants |= {f"stride_{name}n": D for name in ("qg" if direction == "dkdv" else "kv")}
+        constants |= {"STREAMED": (D, D)}
         options = {"num_warps": chosen.warps, "num_stages": 1, "maxnreg": chosen.registers}
     else:
-        kernel = getattr(tile_kernels, f"tiles_{direction}_kernel")
+        kernel, form = getattr(tile_kernels, f"tiles_{direction}_kernel"), TileForm
         groups = group_config(direction, bits, D, D, block_q)  # type: ignore[arg-type]
         constants |= {"R": block_q, "C": WIDTHS[block_q], "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature, attributes = {}, {}
-    for at, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = "i32" if name in INTEGERS else argument_type(name, dtype)
-        if name not in INTEGERS | FLOATS:
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options["enable_fp_fusion"] = True
-    return report(triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options), sm)
+    signature = [
+        filled(form, constants) if name == "FORM" else stand_in(name, kind, dtype)
+        for name, kind in parameters(kernel).items()
+    ]
+    return report(compiled_for(kernel, signature, options | {"enable_fp_fusion": True}, sm), sm)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import gossamer as gs
 from gossamer.kernels import relaunch
 from gossamer.kernels.contract import Scoring
-from gossamer.kernels.launch import Builder, Constant, Operand, operand_of
+from gossamer.kernels.launch import Builder, Constant, Group, Operand, names_of, operand_of
 from gossamer.kernels.relaunch import Blocks, Pointer, Programs
 from gossamer.kernels.triton import IMPLEMENTATION, KERNELS
 from gossamer.plan.problem import Problem
@@ -65,6 +66,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
 
 
+def fields(name: str, kind: Any, argument: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(path, what it is compiled for, what is passed) of an argument, or of all that is in its tuples."""
+    if not isinstance(kind, tuple):
+        yield name, kind, argument
+        return
+    for field, x, y in zip(getattr(kind, "_fields", range(len(kind))), kind, argument, strict=True):
+        yield from fields(f"{name}.{field}", x, y)
+
+
 def described(kernel: Kernel, grid: tuple[int, ...] = (3, 2)) -> Builder:
     b = Builder({"x": Operand("float16", (2, 3), (8, 1), False), "t": Operand("int32", (4,), (1,))})
     values = {"FLAG": True, "table": "t", "y": None, "x": "x", "scale": 0.5, "size": 7}  # in any order
@@ -91,6 +101,69 @@ def test_a_step_passes_what_it_is_given(streams: None) -> None:
     assert [(a.dtype, a.data_ptr() % 16) for a in (x, table)] == [(torch.float16, 8), (torch.int32, 0)]
     launch(7, 4096, 0.5, None, 8192, True)
     assert kernel.calls == [("known", (3, 2, 1), (7, 4096, 0.5, None, 8192, True))]
+
+
+class Sizes(NamedTuple):
+    """Numbers of which a kernel is compiled for none."""
+
+    rows: int
+    scale: float
+
+
+class Memory(NamedTuple):
+    """An array beside a number, in a tuple that is in a tuple."""
+
+    at: Any
+    sizes: Sizes
+
+
+class GroupedKernel(Kernel):
+    """A kernel that takes tuples."""
+
+    do_not_specialize = ("sizes",)
+
+    @staticmethod
+    def fn(x: Any, memory: Memory, sizes: Sizes, FORM: Any) -> None: ...
+
+
+def grouped(kernel: GroupedKernel, rows: int = 16) -> Any:
+    b = Builder({"x": Operand("float16", (2, 3), (8, 1), False), "t": Operand("int32", (4,), (1,))})
+    sizes = Sizes(rows, 0.5)
+    values = {"x": "x", "memory": Memory("t", sizes), "sizes": sizes, "FORM": Sizes(8, 1.0)}
+    relaunch.step(b, "triton", "name", kernel, (1,), values, {})
+    return b.done().launch.steps[0]
+
+
+def test_a_tuple_is_one_argument(streams: None) -> None:
+    kernel = GroupedKernel()
+    step = grouped(kernel)
+    group = Group(("t", Constant(Sizes(16, 0.5))))
+    assert step.arguments == ("x", group, Constant(Sizes(16, 0.5)), Constant(Sizes(8, 1.0)))
+    assert list(names_of(step.arguments)) == ["x", "t"]
+    _, memory, sizes, form = step.kernel.key[2]
+    # Of integers in a tuple that the kernel says so of nothing is compiled; Triton leaves that out for whole arguments.
+    assert memory == Memory(Pointer("int32", True), Sizes(16, 0.5)) and sizes == Sizes(relaunch.PLAIN, 0.5)
+    assert form == Sizes(8, 1.0) and isinstance(memory.sizes, Sizes)
+    assert grouped(kernel, 32).kernel.key[2][2] == sizes
+    launch = relaunch.launcher(kernel, Programs(*step.kernel.key))
+    _, _, (_, memory, *_) = kernel.calls.pop()
+    assert memory.at.data_ptr() % 16 == 0 and memory.sizes == Sizes(16, 0.5)
+    launch(1, (2, (16, 0.5)), (16, 0.5), (8, 1.0))
+    assert kernel.calls == [("known", (1, 1, 1), (1, (2, (16, 0.5)), (16, 0.5), (8, 1.0)))]
+
+
+def test_the_interpreter_gets_the_names_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    got: list[Any] = []
+
+    class Interpreted(GroupedKernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: got.extend(arguments)
+
+    kernel = Interpreted()
+    relaunch.launcher(kernel, Programs(*grouped(kernel).kernel.key))("x", ("t", (16, 0.5)), (16, 0.5), (8, 1.0))
+    assert got == ["x", ("t", (16, 0.5)), (16, 0.5), (8, 1.0)]
+    assert got[1].sizes.rows == got[2].rows == 16
 
 
 def test_a_profiler_sees_bound_steps(streams: None) -> None:
@@ -153,16 +226,21 @@ def test_addresses_of_a_whole_call(streams: None, monkeypatch: pytest.MonkeyPatc
     dq, dk, dv = run(IMPLEMENTATION, problem, layout, "backward", Scoring(0.125, 0), given)
     assert [name for name, _ in compiled] == ["row_terms_kernel", "dq_kernel", "dkdv_kernel"]
     for (name, stand_ins), (how, _, arguments) in zip(compiled, calls, strict=True):
-        names = relaunch.parameters(KERNELS[name])
-        passed = dict(zip(names, arguments, strict=True))
-        for parameter, stand_in in zip(names, stand_ins, strict=True):
-            if isinstance(stand_in, TensorDescriptor):
-                assert name == "dq_kernel" and parameter in ("k", "v")
-                assert passed[parameter].base is given[parameter]
-            elif isinstance(stand_in, relaunch._Memory):
-                assert isinstance(passed[parameter], int) and passed[parameter] % 16 == stand_in.address
-            else:
-                assert passed[parameter] is stand_in or passed[parameter] == stand_in
+        passed: dict[str, Any] = {}
+        for parameter, compiled_for, argument in zip(
+            relaunch.parameters(KERNELS[name]), stand_ins, arguments, strict=True
+        ):
+            for path, stand_in, given_it in fields(parameter, compiled_for, argument):
+                passed[path.split(".")[-1]] = given_it
+                if isinstance(stand_in, TensorDescriptor):
+                    assert name == "dq_kernel" and path in ("k", "v")
+                    assert given_it.base is given[path]
+                elif isinstance(stand_in, relaunch._Memory):
+                    assert isinstance(given_it, int) and given_it % 16 == stand_in.address
+                elif path.startswith("numbers.") and isinstance(given_it, int):
+                    assert stand_in == relaunch.PLAIN
+                else:
+                    assert given_it is stand_in or given_it == stand_in
         own = {"q": q, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "lse": given["lse"]}
         pointers = {n: x for n, x in own.items() if isinstance(passed.get(n), int)}
         assert how == "known" and pointers and all(passed[n] == x.data_ptr() for n, x in pointers.items())

@@ -46,19 +46,16 @@ for direction, config, variant in work:
 
 JOIN = """
 import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from gossamer.kernels.relaunch import compiled_for, parameters
 from gossamer.kernels.triton.combine_results import combine_results_kernel
+from gossamer.kernels.triton.compile import stand_in
 from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
-for kind, size in (("bf16", 128), ("fp16", 40), ("fp32", 256)):
-    constants = {"E": size, "BLOCK_E": max(64, size), "R": ROWS_OF_A_PROGRAM}
-    types = dict.fromkeys(("out", "part_out"), "*" + kind) | dict.fromkeys(("lse", "part_lse"), "*fp32")
-    signature = {name: types.get(name, "i32") for name in combine_results_kernel.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=combine_results_kernel, signature=signature, constexprs=constants)
+for dtype, size in (("bfloat16", 128), ("float16", 40), ("float32", 256)):
+    constants = {"E": size, "BLOCK_E": max(64, size), "R": ROWS_OF_A_PROGRAM, "rows": 7}
+    signature = [constants[name] if name in constants else stand_in(name, kind, dtype)
+                 for name, kind in parameters(combine_results_kernel).items()]
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    made = compiled_for(combine_results_kernel, signature, options, int(sys.argv[1]))
     lines = made.asm["ptx"].splitlines()
     loads, stores = ([at for at, line in enumerate(lines) if word in line] for word in ("ld.global", "st.global"))
     # It works in place, and each warp reads the lse of all rows: none may write one that another has not read.

@@ -7,7 +7,7 @@ here imports a framework, and a `Launch` holds no array: those of the layout lie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -104,10 +104,16 @@ class Kernel(NamedTuple):
 class Constant(NamedTuple):
     """A constant among the arguments of a step; a plain string there names an array."""
 
-    value: float | int | bool | str | None
+    value: float | int | bool | str | tuple[Any, ...] | None
 
 
-Argument = str | Constant
+class Group(NamedTuple):
+    """Arguments of a step that a kernel takes as one tuple, arrays among them."""
+
+    members: tuple[Argument, ...]
+
+
+Argument = str | Constant | Group
 
 
 class Returned(NamedTuple):
@@ -247,8 +253,9 @@ class Builder:
 
     def step(self, kernel: Kernel, *arguments: Argument | float | None) -> None:
         """Append a kernel that writes its results into its arguments: names of arrays, and numbers."""
-        self._check(kernel, arguments)
-        self._steps.append(Step(kernel, tuple(x if isinstance(x, (str, Constant)) else Constant(x) for x in arguments)))
+        given = tuple(x if isinstance(x, (str, Constant, Group)) else Constant(x) for x in arguments)
+        self._check(kernel, names_of(given))
+        self._steps.append(Step(kernel, given))
 
     def function(self, kernel: Kernel, *arguments: str | None, returns: Mapping[str, Operand | None]) -> None:
         """Append a function of the framework that returns new arrays; several are returned as a tuple.
@@ -309,7 +316,7 @@ class Builder:
             self._views[of(name)] = view._replace(of=of(view.of))
         self._layout.update({of(name): array for name, array in prepared.layout.items()})
         for step in launch.steps:
-            arguments = tuple(of(x) if isinstance(x, str) else x for x in step.arguments)
+            arguments = tuple(_renamed(x, of) for x in step.arguments)
             returns = tuple(made._replace(name=of(made.name)) for made in step.returns)
             self._steps.append(Step(step.kernel, arguments, returns))
 
@@ -325,6 +332,21 @@ class Builder:
             tuple(self.operands), results, tuple(self._steps), self._arrays, self._views, tuple(self._layout)
         )
         return Prepared(launch, self._layout)
+
+
+def names_of(arguments: Iterable[Argument]) -> Iterator[str]:
+    """The names of the arrays among arguments, and among those of their groups."""
+    for x in arguments:
+        if isinstance(x, str):
+            yield x
+        elif isinstance(x, Group):
+            yield from names_of(x.members)
+
+
+def _renamed(argument: Argument, of: Callable[[str], str]) -> Argument:
+    if isinstance(argument, Group):
+        return Group(tuple(_renamed(x, of) for x in argument.members))
+    return of(argument) if isinstance(argument, str) else argument
 
 
 def with_own(prepared: Prepared, results: Mapping[str, Operand]) -> Prepared:

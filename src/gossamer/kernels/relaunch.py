@@ -7,15 +7,19 @@ so a bound step passes addresses and numbers alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
+import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.launch import ALIGNMENT, Builder, Constant, Kernel, Operand
+from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Group, Kernel, Operand
 
 
 class Pointer(NamedTuple):
@@ -39,7 +43,14 @@ class Programs(NamedTuple):
 
     grid: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
-    signature: tuple[Any, ...]  # of each argument a Pointer, Blocks, or the number that it is
+    signature: tuple[
+        Any, ...
+    ]  # of each argument a Pointer, Blocks, the number that it is or PLAIN, or a tuple of these
+
+
+# What is compiled for in place of integers in a tuple that a kernel names in `do_not_specialize`: Triton compiles for
+# integers that are 1 or divisible by 16, and leaves that out for whole parameters alone.
+PLAIN = 7
 
 
 def padded(size: int) -> int:
@@ -47,9 +58,17 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def strides(name: str, x: Operand) -> dict[str, int]:
-    """The strides of (B, heads, rows) as kernel arguments."""
-    return {f"stride_{name}{axis}": x.strides[i] for i, axis in enumerate("bhn")}
+class Strides(NamedTuple):
+    """The strides of (B, heads, rows), as one parameter of a kernel."""
+
+    b: int
+    h: int
+    n: int
+
+
+def strides(x: Operand) -> Strides:
+    """The strides of (B, heads, rows)."""
+    return Strides(*x.strides[:3])
 
 
 def step(
@@ -60,32 +79,53 @@ def step(
 
     Args:
         name: by which the implementation finds the function again.
-        values: every argument by its name in the kernel: the name of an array, or a constant.
+        values: every argument by its name in the kernel: the name of an array, a constant, or a NamedTuple of them,
+            which the kernel takes as one parameter. Triton compiles for each of its fields as for a parameter.
         options: of the launch (num_warps and others).
     """
     if not all(grid):
         return
     assert set(values) == set(parameters(function)), set(values) ^ set(parameters(function))
     given = [values[parameter] for parameter in parameters(function)]
-    names = {x for x in given if isinstance(x, str) and x in b}
-    signature = tuple(_specialization(b, x) if x in names else x for x in given)
+    plain = getattr(function, "do_not_specialize", None) or ()
+    signature = tuple(_specialization(b, values[name], name in plain) for name in parameters(function))
     key = Programs(grid, tuple(options.items()), signature)
     passes: Any = "arrays" if knobs.runtime.interpret else "addresses"
-    b.step(Kernel(implementation, name, key, passes), *(x if x in names else Constant(x) for x in given))
+    b.step(Kernel(implementation, name, key, passes), *(_argument(b, x) for x in given))
 
 
-def _specialization(b: Builder, name: str) -> Pointer | Blocks:
-    block = b.block_of(name)
-    known = b[name]
+def _specialization(b: Builder, x: Any, plain: bool) -> Any:
+    """What Triton compiles for of an argument; of one that is `plain`, no values of the integers in a tuple."""
+    if isinstance(x, tuple):
+        return _like(x, (PLAIN if plain and type(y) is int else _specialization(b, y, plain) for y in x))
+    if not isinstance(x, str) or x not in b:
+        return x
+    block = b.block_of(x)
+    known = b[x]
     if block is not None:
         return Blocks(known.dtype, known.shape, known.strides, block)
     return Pointer(known.dtype, known.aligned)
 
 
+def _argument(b: Builder, x: Any) -> Argument:
+    """An argument of a step; tuples in which no array is are constants."""
+    if not isinstance(x, tuple):
+        return x if isinstance(x, str) and x in b else Constant(x)
+    members = tuple(_argument(b, member) for member in x)
+    return Constant(x) if all(isinstance(member, Constant) for member in members) else Group(members)
+
+
+def _like(kind: Any, members: Iterable[Any]) -> Any:
+    """A tuple of other members, with the names of its fields."""
+    return type(kind)(*members) if hasattr(kind, "_fields") else tuple(members)
+
+
 @lru_cache
-def parameters(function: Any) -> tuple[str, ...]:
-    """The names of a kernel's arguments in order."""
-    return tuple(inspect.signature(function.fn).parameters)
+def parameters(function: Any) -> dict[str, Any]:
+    """A kernel's arguments in order, and the NamedTuple that its annotation names for one that is a tuple."""
+    hints = get_type_hints(function.fn)
+    kinds = {name: hints.get(name) for name in inspect.signature(function.fn).parameters}
+    return {name: kind if hasattr(kind, "_fields") else None for name, kind in kinds.items()}
 
 
 class _Memory:
@@ -105,14 +145,33 @@ def _stand_in(argument: Any) -> Any:
     if isinstance(argument, Blocks):
         dtype, *lists = argument
         return TensorDescriptor(_Memory(dtype, True), *map(list, lists))
-    return argument
+    return _like(argument, map(_stand_in, argument)) if isinstance(argument, tuple) else argument
+
+
+def _with_names(kind: Any, argument: Any) -> Any:
+    """An argument whose tuples have the fields of `kind`, which the interpreter wants."""
+    if not isinstance(kind, tuple) or isinstance(kind, Pointer | Blocks):
+        return argument
+    return _like(kind, map(_with_names, kind, argument))
+
+
+def compiled_for(function: Any, signature: Iterable[Any], options: Mapping[str, Any], sm: int) -> Any:
+    """Triton's compiled kernel for a GPU of compute capability `sm` that need not be there, of a step's signature."""
+    target = GPUTarget("cuda", sm, 32)
+    backend = make_backend(target)
+    given = {"debug": False, **options}
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    arguments, specialization, rest = bind(*map(_stand_in, signature), **given)
+    parsed, types, constants, attributes = function._pack_args(backend, given, arguments, specialization, rest)
+    source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=parsed.__dict__)
 
 
 def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     """What runs a kernel on the current stream, with all its arguments in order."""
     grid, options = programs.grid, dict(programs.options)
     if knobs.runtime.interpret:
-        return lambda *arguments: function[grid](*arguments, **options)
+        return lambda *arguments: function[grid](*map(_with_names, programs.signature, arguments), **options)
     compiled = function.warmup(*map(_stand_in, programs.signature), grid=grid, **options)
     x, y, z, *_ = *grid, 1, 1
     whole = x, y, z  # as a compiled kernel wants it

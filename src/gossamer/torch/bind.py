@@ -22,6 +22,7 @@ from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import (
     BYTES,
     EDGE,
+    Argument,
     Array,
     Constant,
     Descriptor,
@@ -30,6 +31,7 @@ from gossamer.kernels.launch import (
     Step,
     View,
     dtype_of,
+    names_of,
 )
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.functions import FUNCTIONS
@@ -107,13 +109,11 @@ class _Writer:
     def _find_last_uses(self) -> None:
         """Where the memory of what no result is may be given back: after the step that reads it last."""
         for at, step in enumerate(self.launch.steps):
-            for name in step.arguments:
-                base = name
-                while isinstance(base, str) and base in self.launch.views:
+            for base in names_of(step.arguments):
+                while base in self.launch.views:
                     self.last[base] = at
                     base = self.launch.views[base].of
-                if isinstance(base, str):
-                    self.last[base] = at
+                self.last[base] = at
         own = {name for name, array in self.launch.arrays.items() if array.lifetime == "call"}
         made = {made.name for step in self.launch.steps for made in step.returns}
         keep = set(self.launch.results)
@@ -222,11 +222,22 @@ class _Writer:
             return self.names[key]
         return self.array(name)
 
+    def _argument(self, argument: Argument, form: Callable[[str], str]) -> str:
+        """The text of an argument; a group in which nothing changes is made once."""
+        if isinstance(argument, str):
+            return form(argument)
+        if isinstance(argument, Constant):
+            return self._constant(argument.value)
+        texts = [self._argument(x, form) for x in argument.members]
+        if all(name in self.layout for name in names_of((argument,))):
+            return self._constant(tuple(self.scope[text] for text in texts), "group")
+        return f"({', '.join(texts)},)"
+
     def _step(self, step: Step) -> None:
         form = {"arrays": self.array, "addresses": self._address, "exchanged": self._exchanged}[step.kernel.passes]
-        arrays = [at for at, x in enumerate(step.arguments) if isinstance(x, str)]
+        arrays = [at for at, x in enumerate(step.arguments) if not isinstance(x, Constant)]
         first = max(arrays, default=-1) + 1  # of the constants at the end, which are passed together
-        given = [self._constant(x.value) if isinstance(x, Constant) else form(x) for x in step.arguments[:first]]
+        given = [self._argument(x, form) for x in step.arguments[:first]]
         rest = tuple(x.value for x in step.arguments[first:] if isinstance(x, Constant))
         if rest:
             given.append(f"*{self._constant(rest, 'rest')}")

@@ -19,7 +19,7 @@ from gossamer.cute.parameters import Parameter, Role
 from gossamer.jax.kernels import targets
 from gossamer.jax.kernels.functions import FUNCTIONS, WRITES
 from gossamer.jax.kernels.views import Place, read, written
-from gossamer.kernels.launch import EDGE, Constant, Launch, Operand, Step, View, compact
+from gossamer.kernels.launch import EDGE, Constant, Group, Launch, Operand, Step, View, compact
 
 
 def run(
@@ -89,7 +89,7 @@ class _Run:
 
     def _function(self, step: Step) -> None:
         name, key = step.kernel.name, step.kernel.key
-        given = [None if isinstance(x, Constant) else self._value(x) for x in step.arguments]
+        given = [self._value(x) if isinstance(x, str) else None for x in step.arguments]
         made = FUNCTIONS[name](*key, *given)
         if step.returns:
             (returned,) = step.returns
@@ -114,6 +114,7 @@ class _Run:
         numbers: list[Any] = []
         roles: list[Role] = []
         for parameter, name in zip(of_kernel, step.arguments, strict=False):
+            assert not isinstance(name, Group), "of kernels in Triton alone"
             if isinstance(name, Constant):  # an argument that this one does not read
                 roles.append(parameter.role)
                 continue

@@ -111,7 +111,8 @@ def forward(
         "slopes": optional(b, "alibi_slopes"), **constants(b, p, tile, scoring),
     }  # fmt: skip
     for name in ("q", "k", "v"):
-        values |= strides(name, b[given[name]])
+        at = strides(b[given[name]])._asdict()
+        values |= {f"stride_{name}{axis}": stride for axis, stride in at.items()}
     relaunch.step(b, "small", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
     return b.done("out", "lse")
 
@@ -130,7 +131,8 @@ def backward(
         "slopes": optional(b, "alibi_slopes"), "plain_scale": float(scoring.scale), **constants(b, p, tile, scoring),
     }  # fmt: skip
     for name in ("q", "k", "v"):
-        values |= strides(name, b[given[name]])
+        at = strides(b[given[name]])._asdict()
+        values |= {f"stride_{name}{axis}": stride for axis, stride in at.items()}
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
     relaunch.step(b, "small", "backward", backward_kernel, grid(p, programs), values, options(tile))
     if "sink_logits" not in operands:

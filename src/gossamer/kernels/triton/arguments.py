@@ -22,9 +22,17 @@ def step(
     b: Builder, function: Any, grid: tuple[int, ...], values: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Add a launch of a kernel: `kernels.relaunch.step`, with values among which other kernels find theirs."""
-    own = {name: values[name] for name in relaunch.parameters(function)}
+    own = {
+        name: values[name] if name in values or kind is None else filled(kind, values)
+        for name, kind in relaunch.parameters(function).items()
+    }
     # Scores become exponents by one multiply-add; Triton 3.10 stops fusing unless asked.
     relaunch.step(b, "triton", function.fn.__name__, function, grid, own, {**options, "enable_fp_fusion": True})
+
+
+def filled(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A NamedTuple of the values of its fields' names."""
+    return kind(*(values[field] for field in kind._fields))
 
 
 def operand(b: Builder, name: str) -> str:
@@ -38,7 +46,8 @@ def arrays(b: Builder, **names: str) -> dict[str, Any]:
     """Arrays (B, heads, rows) or (B, heads, rows, size), and their strides."""
     values: dict[str, Any] = dict(names)
     for name, array in names.items():
-        values |= strides(STRIDES.get(name, name), b[array])
+        values[f"at_{name}"] = at = strides(b[array])
+        values |= {f"stride_{STRIDES.get(name, name)}{axis}": stride for axis, stride in at._asdict().items()}
     return values
 
 
@@ -46,6 +55,15 @@ def listed(b: Builder, prefix: str, arrays: Mapping[str, Any]) -> dict[str, str]
     """Arrays of the layout, known to the launch by a prefix: its walks have arrays of the same names."""
     b.layout(**{f"{prefix}_{name}": array for name, array in arrays.items()})
     return {name: f"{prefix}_{name}" for name in arrays}
+
+
+def named(b: Builder, prefix: str, arrays: Any) -> Any:
+    """Arrays of the layout in a NamedTuple, or NamedTuples in it, by names that begin with a prefix."""
+    if not isinstance(arrays, tuple):
+        return b.layout(**{prefix: arrays})[0]
+    fields = getattr(arrays, "_fields", range(len(arrays)))
+    members = (named(b, f"{prefix}_{field}", x) for field, x in zip(fields, arrays, strict=True))
+    return type(arrays)(*members) if hasattr(arrays, "_fields") else tuple(members)
 
 
 def vector(b: Builder, name: str, unread: str | None) -> str | None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.launch import Builder
-from gossamer.kernels.relaunch import padded
+from gossamer.kernels.relaunch import Strides, padded
 from gossamer.kernels.scores import LN2, LOG2E
 from gossamer.kernels.triton.arguments import arrays, operand, step
 from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
@@ -19,8 +19,7 @@ def combine_results_kernel(
     lse,  # (B, heads, rows)
     part_out,  # (B, heads, rows, E)
     part_lse,  # (B, heads, rows)
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln, stride_pb, stride_ph, stride_pn,
-    stride_mb, stride_mh, stride_mn,
+    at_out: Strides, at_lse: Strides, at_part_out: Strides, at_part_lse: Strides,
     heads, rows,
     E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -32,8 +31,8 @@ def combine_results_kernel(
     h64 = (i_bh % heads).to(tl.int64)
     o_r = row_start + tl.arange(0, R)
     o64 = o_r.to(tl.int64)
-    lse += b64 * stride_lb + h64 * stride_lh + o64 * stride_ln
-    part_lse += b64 * stride_mb + h64 * stride_mh + o64 * stride_mn
+    lse += b64 * at_lse.b + h64 * at_lse.h + o64 * at_lse.n
+    part_lse += b64 * at_part_lse.b + h64 * at_part_lse.h + o64 * at_part_lse.n
     b_lse = tl.load(lse, mask=o_r < rows, other=0.0)
     b_part = tl.load(part_lse, mask=o_r < rows, other=0.0)
     b_most = tl.maximum(b_lse, b_part)
@@ -43,13 +42,13 @@ def combine_results_kernel(
     b_new = tl.exp2((b_part - b_most) * LOG2E)
     b_sum = b_old + b_new
     b_one = tl.where(b_sum == 0.0, 1.0, b_sum)
-    out += b64 * stride_ob + h64 * stride_oh
-    part_out += b64 * stride_pb + h64 * stride_ph
-    b_out = load_rows(out, row_start, rows, stride_on, R, E, BLOCK_E, True).to(tl.float32)
-    b_more = load_rows(part_out, row_start, rows, stride_pn, R, E, BLOCK_E, True).to(tl.float32)
+    out += b64 * at_out.b + h64 * at_out.h
+    part_out += b64 * at_part_out.b + h64 * at_part_out.h
+    b_out = load_rows(out, row_start, rows, at_out.n, R, E, BLOCK_E, True).to(tl.float32)
+    b_more = load_rows(part_out, row_start, rows, at_part_out.n, R, E, BLOCK_E, True).to(tl.float32)
     b_out = b_out * (b_old / b_one)[:, None] + b_more * (b_new / b_one)[:, None]
     tl.debug_barrier()  # every warp reads the lse of all rows: none may write them before the last has read
-    store_rows(out, b_out, row_start, rows, stride_on, R, E, BLOCK_E)
+    store_rows(out, b_out, row_start, rows, at_out.n, R, E, BLOCK_E)
     tl.store(lse, tl.where(b_sum == 0.0, float("-inf"), b_most + tl.log2(b_one) * LN2), mask=o_r < rows)
 
 

@@ -12,28 +12,23 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from gossamer.kernels.relaunch import padded
+from gossamer.kernels.relaunch import PLAIN, Blocks, Pointer, Strides, compiled_for, padded, parameters
 from gossamer.kernels.triton.block.config import SMALL, TABLE, TileConfig
-from gossamer.kernels.triton.block.forward import forward_kernel
-from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
-from gossamer.kernels.triton.block.query_gradient import dq_kernel
+from gossamer.kernels.triton.block.launch_block import KERNELS, STREAMED
+from gossamer.kernels.triton.block.parameters import Form, TileList
 from gossamer.kernels.triton.config import ARCHITECTURES, BUCKETS, DIRECTIONS, SHARED_MEMORY, Direction
 from gossamer.layouts.walk import KINDS
 
-KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-STREAMED = {"forward": ("k", "v"), "dq": ("k", "v"), "dkdv": ("q", "dout")}
-POINTERS_16 = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
-POINTERS_FLOAT = {"lse", "dlse", "row_terms", "sinks", "slopes", "part", "part_acc", "part_ml", "part_dk", "part_dv"}
+ARRAYS = {"q", "k", "v", "out", "part_out", "dout", "dq", "dk", "dv"}  # of the inputs' type
+ARRAYS_FLOAT = {"lse", "dlse", "part_lse", "row_terms", "sinks", "slopes", "part", "part_acc", "part_ml", "part_dk",
+                "part_dv"}  # fmt: skip
 FLOATS = {"scale", "cap", "plain_scale"}
-TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-# Arguments of which nothing is known at compile time: `do_not_specialize` of the kernels.
-PLAIN = {"n_items", "n_slots", "n_tiles", "Q", "K", "q_offset", "H", "G", "list_b", "list_h", "lead_heads"}
+# Numbers that a kernel is compiled for no value of, or for one that is nothing special.
+NUMBERS = {"n_items", "n_programs", "n_slots", "n_tiles", "Q", "K", "q_offset", "H", "G", "heads", "list_b", "list_h",
+           "lead_heads"}  # fmt: skip
+DIVISIBLE = {"padded_Q", "delta_offset"}
 
 
 @dataclass(frozen=True)
@@ -68,60 +63,49 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
     kernel = KERNELS[direction]
     config = config.fit(*variant.tile)
     tile_rows, tile_columns = variant.tile
-    constants: dict[str, Any] = {
-        "D": variant.D,
-        "E": variant.E,
-        "BLOCK_D": padded(variant.D),
-        "BLOCK_E": padded(variant.E),
-        "R": config.rows,
-        "C": config.columns,
-        "TILE_ROWS": tile_rows,
-        "TILE_COLUMNS": tile_columns,
-        "GROUP": variant.group,
-        "B_FROM_GRID": True,
-        "H_FROM_GRID": True,
-        "HAS_ITEMS": True,
-        "CLEAR": variant.clear,
-        "HAS_SLOTS": variant.splits_rows,
-        "FOLD": "softcap" not in variant.terms and not variant.alibi,
-        "PRECISION": config.precision,
-        "TMA": config.tma,
-    }
-    for mode in KINDS:
-        constants[f"HAS_{mode.upper()}"] = mode in variant.modes
-        constants[f"{mode.upper()}_CONTIGUOUS"] = mode in variant.contiguous
-    for term in ("softcap", "sink", "lengths"):
-        constants[term.upper()] = term in variant.terms
-    constants["ALIBI"] = variant.alibi
-    signature, attributes = {}, {}
-    for at, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        if config.tma and name in STREAMED[direction]:
-            size = padded(variant.D if name in ("q", "k") else variant.E)
-            signature[name] = f"tensordesc<{TYPES[variant.dtype].removeprefix('*')}[1, 1, {config.columns}, {size}]>"
-            continue
-        signature[name] = argument_type(name, variant.dtype)
-        if name not in PLAIN | FLOATS:
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    constants = {name: value for name, value in constants.items() if name in signature}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    D, E = padded(variant.D), padded(variant.E)
+    form = Form(
+        variant.D, variant.E, D, E, config.rows, config.columns, tile_rows, tile_columns, variant.group,
+        B_FROM_GRID=True, H_FROM_GRID=True, HAS_ITEMS=True, HAS_SLOTS=variant.splits_rows,
+        HAS=tuple(mode in variant.modes for mode in KINDS),
+        CONTIGUOUS=tuple(mode in variant.contiguous for mode in KINDS),
+        FOLD="softcap" not in variant.terms and not variant.alibi, SOFTCAP="softcap" in variant.terms,
+        ALIBI=variant.alibi, SINK="sink" in variant.terms and direction == "forward",
+        LENGTHS="lengths" in variant.terms, PRECISION=config.precision, TMA=config.tma, CLEAR=variant.clear,
+    )  # fmt: skip
+    values: dict[str, Any] = {"FORM": form}
+    if config.tma:
+        for name in STREAMED[direction]:
+            size = variant.D if name in ("q", "k") else variant.E
+            block = 1, 1, config.columns, padded(size)
+            values[name] = Blocks(variant.dtype, (1, 1, tile_columns, size), (1, 1, padded(size), 1), block)
+    signature = [
+        values[name] if name in values else stand_in(name, kind, variant.dtype)
+        for name, kind in parameters(kernel).items()
+    ]
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    return compiled_for(kernel, signature, options, sm)
 
 
-def argument_type(name: str, dtype: str) -> str:
-    """What Triton calls the type of a kernel's argument, by its name."""
-    if name in POINTERS_16:
-        return TYPES[dtype]
-    if name in POINTERS_FLOAT:
-        return "*fp32"
+def stand_in(name: str, kind: Any, dtype: str) -> Any:
+    """What a kernel of this folder is compiled for of a parameter or field: an array, a number, or a tuple of them.
+
+    Args:
+        kind: the NamedTuple that it is; None: no tuple.
+    """
+    if kind is Strides:
+        return Strides(16, 16, 16)
+    if name == "tiles":
+        return (stand_in("", TileList, dtype),) * len(KINDS)
+    if hasattr(kind, "_fields"):
+        return kind(*(stand_in(field, hint, dtype) for field, hint in get_type_hints(kind).items()))
+    if name in ARRAYS | ARRAYS_FLOAT:
+        return Pointer(dtype if name in ARRAYS else "float32", True)
     if name in FLOATS:
-        return "fp32"
-    if name.startswith("stride_") or name in PLAIN | {"padded_Q", "delta_offset"}:
-        return "i32"
-    return "*i32"
+        return 0.5
+    if name in DIVISIBLE | NUMBERS:
+        return 16 if name in DIVISIBLE else PLAIN
+    return Pointer("int32", True)
 
 
 def report(compiled: Any, sm: int) -> Report:

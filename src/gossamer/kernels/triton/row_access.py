@@ -47,6 +47,12 @@ def copy_index(b, h, heads, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr
 
 
 @triton.jit
+def slot_of(b, h, heads, n_slots, slot, FORM: tl.constexpr):
+    """The slot of a part among those of all copies."""
+    return copy_index(b, h, heads, FORM.B_FROM_GRID, FORM.H_FROM_GRID).to(tl.int64) * n_slots + slot
+
+
+@triton.jit
 def load_rows(
     base, start, limit, stride,
     R: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHECK: tl.constexpr,
@@ -91,14 +97,21 @@ def store_rows(base, block, start, limit, stride, R: tl.constexpr, SIZE: tl.cons
 
 
 @triton.jit
+def store_part_rows(
+    parts, slot, block, start, TILE_ROWS: tl.constexpr, R: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Rows [start, start + R) of a slot of `parts` (slots, TILE_ROWS, SIZE)."""
+    store_rows(parts + slot * (TILE_ROWS * SIZE), block, start, TILE_ROWS, SIZE, R, SIZE, BLOCK_SIZE)
+
+
+@triton.jit
 def store_row_results(
-    out, lse, b_acc, b_l, b_m, b64, h64, Q, row_start,
-    stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
-    R: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    results, strides, b_acc, b_l, b_m, b64, h64, Q, row_start, R: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr
+):
     """out = acc / l and lse = m + log l; a row that kept nothing gives 0 and -inf."""
     b_l, b_lse = finish_rows(b_l, b_m)
     o_r = row_start + tl.arange(0, R)
-    lse += b64 * stride_lb + h64 * stride_lh
-    tl.store(lse + o_r.to(tl.int64) * stride_ln, b_lse, mask=o_r < Q)
-    store_rows(out + b64 * stride_ob + h64 * stride_oh, b_acc / b_l[:, None], row_start, Q, stride_on, R, E, BLOCK_E)
+    lse = results.lse + (b64 * strides.at_lse.b + h64 * strides.at_lse.h)
+    tl.store(lse + o_r.to(tl.int64) * strides.at_lse.n, b_lse, mask=o_r < Q)
+    out = results.out + b64 * strides.at_out.b + h64 * strides.at_out.h
+    store_rows(out, b_acc / b_l[:, None], row_start, Q, strides.at_out.n, R, E, BLOCK_E)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.launch import Builder
-from gossamer.kernels.relaunch import padded
+from gossamer.kernels.relaunch import Strides, padded
 from gossamer.kernels.softmax import delta_of_rows, empty_rows
 from gossamer.kernels.triton.arguments import arrays, operand, step
 from gossamer.kernels.triton.config import ROWS_OF_A_PROGRAM
@@ -21,8 +21,7 @@ def row_terms_kernel(
     lse,  # (B, H, Q)
     dlse,  # (B, H, Q)
     row_terms,  # (2, B, H, padded Q): lse in base 2, delta
-    stride_gb, stride_gh, stride_gn, stride_ob, stride_oh, stride_on, stride_lb, stride_lh, stride_ln,
-    stride_mb, stride_mh, stride_mn,
+    at_dout: Strides, at_out: Strides, at_lse: Strides, at_dlse: Strides,
     B, H, Q, padded_Q,
     E: tl.constexpr, BLOCK_E: tl.constexpr, R: tl.constexpr,
     DLSE: tl.constexpr,
@@ -36,16 +35,16 @@ def row_terms_kernel(
     row_start = tl.program_id(0) % tiles * R
     b64 = (i_bh // H).to(tl.int64)
     h64 = (i_bh % H).to(tl.int64)
-    b_dout = load_rows(dout + b64 * stride_gb + h64 * stride_gh, row_start, Q, stride_gn, R, E, BLOCK_E, True)
-    b_out = load_rows(out + b64 * stride_ob + h64 * stride_oh, row_start, Q, stride_on, R, E, BLOCK_E, True)
+    b_dout = load_rows(dout + b64 * at_dout.b + h64 * at_dout.h, row_start, Q, at_dout.n, R, E, BLOCK_E, True)
+    b_out = load_rows(out + b64 * at_out.b + h64 * at_out.h, row_start, Q, at_out.n, R, E, BLOCK_E, True)
     b_delta = delta_of_rows(b_dout, b_out)
     o_r = row_start + tl.arange(0, R)
     o64 = o_r.to(tl.int64)
     if DLSE:
-        dlse += b64 * stride_mb + h64 * stride_mh
-        b_delta -= tl.load(dlse + o64 * stride_mn, mask=o_r < Q, other=0.0)
-    lse += b64 * stride_lb + h64 * stride_lh
-    b_lse = tl.load(lse + o64 * stride_ln, mask=o_r < Q, other=float("-inf"))
+        dlse += b64 * at_dlse.b + h64 * at_dlse.h
+        b_delta -= tl.load(dlse + o64 * at_dlse.n, mask=o_r < Q, other=0.0)
+    lse += b64 * at_lse.b + h64 * at_lse.h
+    b_lse = tl.load(lse + o64 * at_lse.n, mask=o_r < Q, other=float("-inf"))
     b_lse, b_delta = empty_rows(b_lse, b_delta)
     row_terms += i_bh.to(tl.int64) * padded_Q + o_r
     tl.store(row_terms, b_lse)

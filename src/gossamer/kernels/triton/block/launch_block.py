@@ -10,10 +10,11 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import ALIGNMENT, BYTES, Builder, Operand, Prepared
 from gossamer.kernels.relaunch import padded
 from gossamer.kernels.triton import directions
-from gossamer.kernels.triton.arguments import listed
+from gossamer.kernels.triton.arguments import named
 from gossamer.kernels.triton.block.config import TileConfig, config
 from gossamer.kernels.triton.block.forward import forward_kernel
 from gossamer.kernels.triton.block.key_gradients import dkdv_kernel
+from gossamer.kernels.triton.block.parameters import Form
 from gossamer.kernels.triton.block.query_gradient import dq_kernel
 from gossamer.kernels.triton.block.schedule_block import schedule_of
 from gossamer.kernels.triton.config import WALKS, Direction
@@ -65,7 +66,8 @@ def _walk(
             streamed[name] = b.descriptor(f"{direction}_{name}", array, block)
     own = {"TMA": tma, "R": chosen.rows, "C": chosen.columns, "PRECISION": chosen.precision}
     programs = walk.block_rows // chosen.rows * plan.size
-    values = {**values, **streamed, **listed(b, direction, plan.arrays), **plan.constants, **own}
+    values = {**values, **streamed, "lists": named(b, direction, plan.lists), **plan.constants, **own}
     values["CLEAR"] |= direction == "dkdv" and values["LENGTHS"]  # they may leave queries nothing
+    values["SINK"] &= direction == "forward"
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    plan.split_rows.step(b, direction, KERNELS[direction], programs, values, options)
+    plan.split_rows.step(b, direction, KERNELS[direction], programs, values, Form, options)

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.kernels.triton.block import parameters
+from gossamer.kernels.triton.block.parameters import Lists
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, SLOT
 from gossamer.layouts.kept import keeps_all
-from gossamer.layouts.walk import KINDS, TileList, Walk
+from gossamer.layouts.walk import TileList, Walk
 from gossamer.layouts.work_list import item_limit, most_listed, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
 from gossamer.plan.problem import Problem
@@ -140,7 +142,7 @@ class Schedule:
 
     size: int  # items, or tile rows without them, of one broadcast copy
     split_rows: SplitRows
-    arrays: dict[str, Tensor]  # of the layout, by the kernels' names
+    lists: Lists  # of tensors of the layout
     constants: dict[str, Any]
 
 
@@ -167,17 +169,15 @@ def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, limit: int
     work = None if grouped_lists else items(layout, transposed, copies, p.processors, limit)
     lead_heads = 1 if h_from_grid else Hl
     size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
-    names = [f"{kind}_{name}" for kind in KINDS for name in ("starts", "counts", "indices")]
-    arrays = dict(zip([*names, "lo", "hi", "pool_index", "pool"], known.arrays, strict=True))
-    unread = arrays["lo"]  # a pointer that no program reads still needs an array
-    arrays["items"], merges, slots = (unread, unread, 0) if work is None else (work.items, work.merges, work.slots)
+    *tiles, lo, hi, pool_index, pool = known.arrays
+    # A pointer that no program reads still needs an array.
+    listed, merges, slots = (lo, lo, 0) if work is None else (work.items, work.merges, work.slots)
+    modes = tuple(parameters.TileList(*tiles[at : at + 3]) for at in range(0, len(tiles), 3))
+    lists = Lists(listed, modes, lo, hi, pool_index, pool)
     constants = {
         "n_items": size, "n_tiles": walk.tiles, "list_b": Hl if Bl > 1 else 0, "list_h": 1 if Hl > 1 else 0,
         "TILE_COLUMNS": walk.block_columns, "HAS_ITEMS": work is not None,
-        "CLEAR": known.unkept,
+        "CLEAR": known.unkept, "HAS": known.has, "CONTIGUOUS": known.contiguous,
     }  # fmt: skip
-    for kind, has, contiguous in zip(KINDS, known.has, known.contiguous, strict=True):
-        constants[f"HAS_{kind.upper()}"] = has
-        constants[f"{kind.upper()}_CONTIGUOUS"] = contiguous
     split_rows = SplitRows(merges, slots, copies, walk.block_rows, lead_heads, b_from_grid, h_from_grid)
-    return Schedule(size, split_rows, arrays, constants)
+    return Schedule(size, split_rows, lists, constants)

@@ -9,9 +9,10 @@ from typing import Any
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.triton import directions
-from gossamer.kernels.triton.arguments import arrays, listed
+from gossamer.kernels.triton.arguments import arrays, named
 from gossamer.kernels.triton.config import GRADIENTS, WALKS, Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig
+from gossamer.kernels.triton.gather.parameters import RowForm, TileForm
 from gossamer.kernels.triton.gather.row_kernels import rows_dkdv_kernel, rows_dq_kernel, rows_forward_kernel
 from gossamer.kernels.triton.gather.schedule_gather import schedule_of
 from gossamer.kernels.triton.gather.tile_kernels import tiles_dkdv_kernel, tiles_dq_kernel, tiles_forward_kernel
@@ -56,15 +57,18 @@ def _walk(
     """Add the kernels of a direction."""
     plan = schedule_of(p, layout, direction, config, limit)
     walk = layout.columns if direction == "dkdv" else layout.rows
-    function = (ROW_KERNELS if walk.block_rows == 1 else TILE_KERNELS)[direction]
-    values = {**values, **listed(b, direction, plan.arrays), **plan.constants}
+    kernels, form = (ROW_KERNELS, RowForm) if walk.block_rows == 1 else (TILE_KERNELS, TileForm)
+    values = {**values, "lists": named(b, direction, plan.lists), **plan.constants}
+    values["SINK"] &= direction == "forward"
+    streamed = ("q", "dout") if direction == "dkdv" else ("k", "v")
+    values["STREAMED"] = tuple(values[f"at_{name}"].n for name in streamed)
     results = {name: values[name] for name in GRADIENTS.get(direction, ())}
     summed = direction == "dkdv" and plan.constants["heads"] != p.G
     if summed:
         shapes = {name: (p.B, plan.constants["heads"], *b[result].shape[2:]) for name, result in results.items()}
         own = {name: b.array(f"{name}_of_heads", "float32", shape) for name, shape in shapes.items()}
         values |= arrays(b, **own)
-    plan.split_rows.step(b, direction, function, plan.programs, values, plan.options)
+    plan.split_rows.step(b, direction, kernels[direction], plan.programs, values, form, plan.options)
     if summed:
         for name, result in results.items():
             b.step(Kernel(EDGE, "sums_of_groups"), own[name], result)

@@ -9,29 +9,26 @@ from gossamer.kernels.triton.row_access import BEGIN, END, ITEM, LEAD, PART, SLO
 
 
 @triton.jit
-def decode_rows(
-    items, longest, n_items, n_groups, heads, lead_heads,
-    RP: tl.constexpr, B_FROM_GRID: tl.constexpr, H_FROM_GRID: tl.constexpr,
-):  # fmt: skip
+def decode_rows(lists, numbers, heads, lead_heads, FORM: tl.constexpr):
     """What this program computes: (b, h, row, begin, end, slot, part, exists) of its RP items, and their `longest`.
 
     b and h are scalars where they come from the grid. One head is finished before the next one starts: its keys and
     values stay in L2.
     """
     pid = tl.program_id(0)
-    i_group = pid % n_groups
-    o_i = i_group * RP + tl.arange(0, RP)
-    copy = pid // n_groups
-    m_i = o_i < n_items
-    item = items + o_i * ITEM
+    i_group = pid % numbers.n_programs
+    o_i = i_group * FORM.RP + tl.arange(0, FORM.RP)
+    copy = pid // numbers.n_programs
+    m_i = o_i < numbers.n_items
+    item = lists.items + o_i * ITEM
     lead = tl.load(item + LEAD, mask=m_i, other=0)
     row = tl.load(item + TILE, mask=m_i, other=0)
     begin = tl.load(item + BEGIN, mask=m_i, other=0)
     end = tl.load(item + END, mask=m_i, other=0)
     slot = tl.load(item + SLOT, mask=m_i, other=-1)
     part = tl.load(item + PART, mask=m_i, other=0)
-    b, h = batch_and_head(lead, copy, heads, lead_heads, B_FROM_GRID, H_FROM_GRID)
-    return b, h, row, begin, end, slot, part, m_i, tl.load(longest + i_group)
+    b, h = batch_and_head(lead, copy, heads, lead_heads, FORM.B_FROM_GRID, FORM.H_FROM_GRID)
+    return b, h, row, begin, end, slot, part, m_i, tl.load(lists.longest + i_group)
 
 
 @triton.jit

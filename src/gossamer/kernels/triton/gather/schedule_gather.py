@@ -13,6 +13,7 @@ from torch import Tensor
 from gossamer.kernels.launch import BYTES
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
+from gossamer.kernels.triton.gather.parameters import RowLists, TileLists
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
 from gossamer.layouts.gather_items import gather_items
@@ -128,7 +129,7 @@ class Schedule:
 
     programs: int  # of one copy of the walk
     split_rows: SplitRows
-    arrays: dict[str, Any]  # of the layout, by the kernels' names
+    lists: RowLists | TileLists  # of tensors of the layout
     constants: dict[str, Any]
     options: dict[str, Any]  # of the launch
 
@@ -159,23 +160,21 @@ def _make_schedule(
     copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
     work = work_of(p, layout, transposed, heads, copies, limit)
     programs, bits = int(work.items.shape[0]), 8 * BYTES[p.dtype]
-    arrays: dict[str, Any] = {"items": work.items, "indices": walk.indices}
     constants: dict[str, Any] = {"n_items": programs, "heads": heads, "MEMBERS": members}
     if walk.block_rows == 1:
         rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E)
-        arrays["longest"] = work.longest(rows.items)
+        lists: RowLists | TileLists = RowLists(work.items, work.longest(rows.items), walk.indices)
         programs = -(-programs // rows.items)
-        constants |= {
-            "RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits), "n_groups": programs,
-        }  # fmt: skip
+        constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits)}
         options = {"num_warps": rows.warps, "num_stages": 1}
         if rows.registers is not None:
             options["maxnreg"] = rows.registers
     else:
         groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
-        arrays["bits"] = walk.bits
+        lists = TileLists(work.items, walk.indices, walk.bits)
         constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}
+    constants["n_programs"] = programs
     lead_heads = 1 if Hl == 1 else heads
     split_rows = SplitRows(work.merges, work.slots, copies, walk.block_rows, lead_heads, Bl == 1, Hl == 1)
-    return Schedule(programs, split_rows, arrays, constants, options)
+    return Schedule(programs, split_rows, lists, constants, options)
