@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gossamer.kernels.relaunch import compiled_for, padded, parameters
-from gossamer.kernels.triton.arguments import filled
+from gossamer.kernels.relaunch import compiled_for, filled, padded, parameters
 from gossamer.kernels.triton.compile import Report, report, stand_in
 from gossamer.kernels.triton.config import SHARED_MEMORY
 from gossamer.kernels.triton.gather import row_kernels, tile_kernels

@@ -109,16 +109,14 @@ else:
 
 COMPILE = """
 import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from gossamer.kernels.relaunch import PLAIN, Pointer, Strides, compiled_for, filled, parameters
 from gossamer.plan.problem import Problem
 from gossamer.kernels.small import kernels, launch_small as launch
+from gossamer.kernels.small.parameters import Form
 from gossamer.kernels.triton.config import SHARED_MEMORY
 
-NONE = {"slopes", "sinks", "lengths", "dlse"}
 dtype, *targets = sys.argv[1:]
-kind, seen = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype], set()
+seen = set()
 for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4096)):
     problem = Problem(1, 8, 8, N, N, D, D, dtype, "cuda", processors=132, backward=True)
     if dtype == "float32" and D > 128:
@@ -131,23 +129,18 @@ for D, N in ((64, 128), (128, 128), (128, 4096), (256, 128), (256, 4096), (64, 4
             continue
         seen.add((kernel, D, tile))
         precision = "ieee" if dtype == "bfloat16" else "tf32x3"
-        constants = dict(GROUP=1, D=D, E=D, BLOCK_D=D, BLOCK_E=D, R=tile.R, C=tile.C, SOFTCAP=False)
-        constants |= {"PRECISION": precision, "ONE_ROW": False, "ALIBI": 0}
-        constants |= dict.fromkeys(NONE & set(kernel.arg_names))
-        signature = {}
-        for name in kernel.arg_names:
-            if name in constants:
-                signature[name] = "constexpr"
-            elif name in ("lse", "packed_mask"):
-                signature[name] = "*fp32" if name == "lse" else "*i32"
-            elif name in ("scale", "cap", "plain_scale"):
-                signature[name] = "fp32"
-            else:
-                signature[name] = kind if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv") else "i32"
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        values = dict(GROUP=1, D=D, E=D, BLOCK_D=D, BLOCK_E=D, R=tile.R, C=tile.C, SOFTCAP=False)
+        values |= {"PRECISION": precision, "ONE_ROW": False, "ALIBI": 0, "lse": Pointer("float32", False)}
+        values |= dict.fromkeys(("slopes", "sinks", "lengths", "dlse")) | {"packed_mask": Pointer("int32", False)}
+        values |= dict.fromkeys("q k v out dout dq dk dv".split(), Pointer(dtype, False))
+        values |= dict.fromkeys("Q K q_offset mask_b mask_h H".split(), PLAIN)
+        values |= dict.fromkeys(("scale", "cap", "plain_scale"), 0.5)
+        values |= {f"at_{name}": Strides(PLAIN, PLAIN, PLAIN) for name in "qkv"}
+        signature = [filled(kind or Form, values) if name not in values else values[name]
+                     for name, kind in parameters(kernel).items()]
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
         for sm in map(int, targets):
-            shared = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).metadata.shared
+            shared = compiled_for(kernel, signature, options, sm).metadata.shared
             print(kernel.__name__, dtype, D, N, tile, "sm", sm, "shared", shared)
             assert shared <= SHARED_MEMORY[sm]
 """

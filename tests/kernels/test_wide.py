@@ -110,44 +110,38 @@ else:
 
 COMPILE = """
 import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from gossamer.kernels.relaunch import PLAIN, Pointer, Strides, compiled_for, filled, parameters
 from gossamer.kernels.triton.wide import kernels
+from gossamer.kernels.triton.wide.parameters import GradientForm, OutputForm, ProductForm
 from gossamer.kernels.triton.compile import report
 from gossamer.kernels.triton.config import SHARED_MEMORY
 from gossamer.kernels.triton.wide.launch_wide import product_step
 
 sm = int(sys.argv[1])
-NONE = {"lengths", "slopes", "sinks"}
-SIXTEEN = {"q", "k", "v", "x", "out", "dout", "result", "weights"}
-FLOATS = {"lse", "delta", "scores"}
-NUMBERS = {"scale", "cap", "factor"}
-TABLES = {
-    "tiles", "begins", "counts", "lo", "hi", "pool", "row_starts", "order", "order_begins", "starts"
-}
-for dtype, kind, edge, block, precision in (
-    ("bfloat16", "*bf16", 128, 256, "ieee"), ("float32", "*fp32", 64, 128, "tf32x3")
-):
+NUMBERS = dict.fromkeys("Q K q_offset slots first_row rows columns n_rows H lead_b lead_h".split(), PLAIN)
+NUMBERS |= dict.fromkeys(("scale", "cap", "factor"), 0.5) | dict.fromkeys(("lengths", "slopes", "sinks"))
+NUMBERS |= {f"at_{name}": Strides(16, 16, 16) for name in ("q", "k", "v", "out", "lse", "x", "result")}
+NUMBERS |= dict.fromkeys(
+    "tiles begins counts lo hi pool row_starts order order_begins starts".split(), Pointer("int32", True)
+)
+for dtype, edge, block, precision in (("bfloat16", 128, 256, "ieee"), ("float32", 64, 128, "tf32x3")):
     shape = dict(TILE_ROWS=128, TILE_COLUMNS=128, PRECISION=precision)
     products = dict(GROUP=1, D=1024, E=1024, R=edge, C=edge, STEP=product_step(dtype, sm), SOFTCAP=False, **shape)
     products |= dict(ALIBI=0)
     results = dict(R=64, C=64, BLOCK=block, CLEAR=True, **shape)
     gradient = dict(MEMBERS=1, X_GROUP=1, SIZE=1024, ADD=False, **results)
-    work = [(kernels.products_kernel, products | {"BACKWARD": back}) for back in (False, True)]
-    work += [(kernels.output_kernel, dict(GROUP=1, E=1024, **results))]
-    work += [(kernels.gradient_kernel, gradient | {"TRANSPOSED": keys}) for keys in (False, True)]
-    for kernel, constants in work:
-        constants |= dict.fromkeys(NONE & set(kernel.arg_names))
-        types = {name: kind for name in SIXTEEN} | {name: "*fp32" for name in FLOATS}
-        types |= {name: "fp32" for name in NUMBERS} | {name: "*i32" for name in TABLES}
-        types |= dict.fromkeys(("first", "second"), kind if constants.get("BACKWARD") else "*fp32")
-        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-        aligned = {(at,): [["tt.divisibility", 16]] for at, n in enumerate(kernel.arg_names)
-                   if signature[n].startswith("*") or n.startswith("stride_") and n[-1] != "d"}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    work = [(kernels.products_kernel, ProductForm, products | {"BACKWARD": back}) for back in (False, True)]
+    work += [(kernels.output_kernel, OutputForm, dict(GROUP=1, E=1024, **results))]
+    work += [(kernels.gradient_kernel, GradientForm, gradient | {"TRANSPOSED": keys}) for keys in (False, True)]
+    for kernel, form, constants in work:
+        values = dict.fromkeys("q k v x out dout result weights".split(), Pointer(dtype, True)) | NUMBERS
+        values |= dict.fromkeys(("lse", "delta", "scores"), Pointer("float32", True))
+        kept = Pointer(dtype if constants.get("BACKWARD") else "float32", True)
+        values |= {"first": kept, "second": kept, "FORM": filled(form, constants)}
+        signature = [values[name] if kind is None or name in values else filled(kind, values)
+                     for name, kind in parameters(kernel).items()]
         options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
-        compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+        compiled = compiled_for(kernel, signature, options, sm)
         found = report(compiled, sm)
         print(kernel.__name__, dtype, "sm", sm, found)
         assert found.shared <= SHARED_MEMORY[sm] and found.spills <= 1024

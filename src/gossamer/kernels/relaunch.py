@@ -94,6 +94,28 @@ def step(
     b.step(Kernel(implementation, name, key, passes), *(_argument(b, x) for x in given))
 
 
+def step_of_form(
+    b: Builder, implementation: str, name: str, function: Any, grid: tuple[int, ...], values: Mapping[str, Any],
+    options: Mapping[str, Any], form: Any = None,
+) -> None:  # fmt: skip
+    """Add a launch of a Triton kernel by `step`: it takes what it has of the values, by name.
+
+    Args:
+        values: of arguments, and of the fields of those that are a NamedTuple.
+        form: the NamedTuple of what the kernel is compiled for, which it takes as FORM.
+    """
+    own = {
+        parameter: filled(kind or form, values) if parameter not in values and (kind or form) else values[parameter]
+        for parameter, kind in parameters(function).items()
+    }
+    step(b, implementation, name, function, grid, own, options)
+
+
+def filled(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A NamedTuple of the values of its fields' names."""
+    return kind(*(values[field] for field in kind._fields))
+
+
 def _specialization(b: Builder, x: Any, plain: bool) -> Any:
     """What Triton compiles for of an argument; of one that is `plain`, no values of the integers in a tuple."""
     if isinstance(x, tuple):

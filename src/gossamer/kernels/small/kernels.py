@@ -13,6 +13,16 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.scores import score
+from gossamer.kernels.small.parameters import (
+    BackwardNumbers,
+    BackwardTerms,
+    ForwardNumbers,
+    ForwardTerms,
+    Heads,
+    InputStrides,
+    Results,
+    Rows,
+)
 from gossamer.kernels.softmax import (
     add_scores,
     cleared,
@@ -67,7 +77,7 @@ def keeps(packed_mask, o_r, start, Q, K, end, C: tl.constexpr, TRANSPOSED: tl.co
     return m_keep
 
 
-@triton.jit(do_not_specialize=["Q", "K", "q_offset"])
+@triton.jit(do_not_specialize=["numbers"])
 def forward_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
@@ -75,55 +85,52 @@ def forward_kernel(
     out,  # (B, H, Q, E)
     lse,  # (B, H, Q)
     packed_mask,  # (Bl, Hl, Q, 4 ceil(K / 128)), or None: every pair
-    lengths,  # (B,) or None
-    sinks,  # (H,) or None
-    slopes,  # (H,) or (B, H), or None
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    mask_b,  # distance of two batch elements' and of two heads' masks, 0 where they share
-    mask_h, Q, K, q_offset, scale, cap, H,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-    ONE_ROW: tl.constexpr,  # the grid is one row of programs
-):  # fmt: skip
+    terms: ForwardTerms,
+    strides: InputStrides,
+    numbers: ForwardNumbers,
+    heads: Heads,
+    FORM: tl.constexpr,
+):
     """out and lse of R query rows of one head, C keys at a time."""
     i_r = tl.program_id(0)
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
-    if ONE_ROW:
-        n_r = (Q + R - 1) // R
-        i_h = i_r // n_r % H
-        i_b = i_r // n_r // H
+    if FORM.ONE_ROW:
+        n_r = (numbers.Q + FORM.R - 1) // FORM.R
+        i_h = i_r // n_r % heads.H
+        i_b = i_r // n_r // heads.H
         i_r = i_r % n_r
     b64 = i_b.to(tl.int64)
     h64 = i_h.to(tl.int64)
-    i_bh = b64 * H + h64
-    o_r = i_r * R + tl.arange(0, R)
-    o_c = tl.arange(0, C)
-    k += b64 * stride_kb + h64 // GROUP * stride_kh
-    v += b64 * stride_vb + h64 // GROUP * stride_vh
+    i_bh = b64 * heads.H + h64
+    o_r = i_r * FORM.R + tl.arange(0, FORM.R)
+    o_c = tl.arange(0, FORM.C)
+    k += b64 * strides.at_k.b + h64 // FORM.GROUP * strides.at_k.h
+    v += b64 * strides.at_v.b + h64 // FORM.GROUP * strides.at_v.h
     if packed_mask is not None:
-        packed_mask += b64 * mask_b + h64 * mask_h
-    end = end_of_keys(lengths, i_b, K, lengths is not None)
-    slope = head_slope(slopes, i_b, i_h, H, ALIBI)
-    b_q = load_rows(q + b64 * stride_qb + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
-    b_acc = tl.zeros([R, BLOCK_E], tl.float32)
-    b_l, b_m = start_rows(sinks, i_h, True, R, sinks is not None)
-    for start in range(0, K, C):
-        m_keep = keeps(packed_mask, o_r, start, Q, K, end, C, False)
-        b_k = load_rows(k, stride_kn, start + o_c, K, D, BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
-        b_s, _ = score(b_s, scale, cap, slope, distance, SOFTCAP, ALIBI)
+        packed_mask += b64 * heads.mask_b + h64 * heads.mask_h
+    end = end_of_keys(terms.lengths, i_b, numbers.K, terms.lengths is not None)
+    slope = head_slope(terms.slopes, i_b, i_h, heads.H, FORM.ALIBI)
+    b_q = load_rows(
+        q + b64 * strides.at_q.b + h64 * strides.at_q.h, strides.at_q.n, o_r, numbers.Q, FORM.D, FORM.BLOCK_D
+    )
+    b_acc = tl.zeros([FORM.R, FORM.BLOCK_E], tl.float32)
+    b_l, b_m = start_rows(terms.sinks, i_h, True, FORM.R, terms.sinks is not None)
+    for start in range(0, numbers.K, FORM.C):
+        m_keep = keeps(packed_mask, o_r, start, numbers.Q, numbers.K, end, FORM.C, False)
+        b_k = load_rows(k, strides.at_k.n, start + o_c, numbers.K, FORM.D, FORM.BLOCK_D)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FORM.PRECISION)
+        distance = (start + o_c)[None, :] - (o_r + numbers.q_offset)[:, None]
+        b_s, _ = score(b_s, numbers.scale, numbers.cap, slope, distance, FORM.SOFTCAP, FORM.ALIBI)
         b_s = tl.where(m_keep, b_s, float("-inf"))
         b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m)
-        b_v = load_rows(v, stride_vn, start + o_c, end, E, BLOCK_E)
+        b_v = load_rows(v, strides.at_v.n, start + o_c, end, FORM.E, FORM.BLOCK_E)
         if packed_mask is not None:
             b_v = cleared(b_v, m_keep)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=FORM.PRECISION)
     b_l, b_lse = finish_rows(b_l, b_m)
-    tl.store(lse + i_bh * Q + o_r, b_lse, mask=o_r < Q)
-    store_rows(out + i_bh * Q * E, b_acc / b_l[:, None], o_r, Q, E, BLOCK_E)
+    tl.store(lse + i_bh * numbers.Q + o_r, b_lse, mask=o_r < numbers.Q)
+    store_rows(out + i_bh * numbers.Q * FORM.E, b_acc / b_l[:, None], o_r, numbers.Q, FORM.E, FORM.BLOCK_E)
 
 
 @triton.jit
@@ -136,107 +143,136 @@ def row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q):
     return empty_rows(b_lse, b_delta)
 
 
-@triton.jit(do_not_specialize=["Q", "K", "q_offset"])
+@triton.jit(do_not_specialize=["numbers"])
 def backward_kernel(
-    q, k, v,
-    dout,  # (B, H, Q, E)
-    out,  # (B, H, Q, E)
-    lse,  # (B, H, Q)
-    dlse,  # (B, H, Q) or None
-    dq,  # (B, H, Q, D)
-    dk,  # (B, G, K, D)
-    dv,  # (B, G, K, E)
-    packed_mask, lengths, slopes,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    mask_b, mask_h, Q, K, q_offset, scale, cap, plain_scale, H,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-    ONE_ROW: tl.constexpr,  # the grid is one row of programs
-):  # fmt: skip
+    q,
+    k,
+    v,
+    rows: Rows,
+    results: Results,
+    packed_mask,
+    terms: BackwardTerms,
+    strides: InputStrides,
+    numbers: BackwardNumbers,
+    heads: Heads,
+    FORM: tl.constexpr,
+):
     """dk and dv of C keys by the first programs of a batch element, dq of R queries by the rest."""
-    n_k = (K + C - 1) // C
-    key_programs = n_k * (H // GROUP)
+    n_k = (numbers.K + FORM.C - 1) // FORM.C
+    key_programs = n_k * (heads.H // FORM.GROUP)
     pid = tl.program_id(0)
     i_b = tl.program_id(1)
-    if ONE_ROW:
-        programs = key_programs + (Q + R - 1) // R * H
+    if FORM.ONE_ROW:
+        programs = key_programs + (numbers.Q + FORM.R - 1) // FORM.R * heads.H
         i_b = pid // programs
         pid = pid % programs
     b64 = i_b.to(tl.int64)
-    end = end_of_keys(lengths, i_b, K, lengths is not None)
-    q += b64 * stride_qb
-    k += b64 * stride_kb
-    v += b64 * stride_vb
-    o_c = tl.arange(0, C)
-    o_row = tl.arange(0, R)
+    end = end_of_keys(terms.lengths, i_b, numbers.K, terms.lengths is not None)
+    q += b64 * strides.at_q.b
+    k += b64 * strides.at_k.b
+    v += b64 * strides.at_v.b
+    o_c = tl.arange(0, FORM.C)
+    o_row = tl.arange(0, FORM.R)
     if pid < key_programs:
         i_g = pid // n_k
         g64 = i_g.to(tl.int64)
-        start = pid % n_k * C
-        b_k = load_rows(k + g64 * stride_kh, stride_kn, start + o_c, K, D, BLOCK_D)
-        b_v = load_rows(v + g64 * stride_vh, stride_vn, start + o_c, K, E, BLOCK_E)
-        b_dk = tl.zeros([C, BLOCK_D], tl.float32)
-        b_dv = tl.zeros([C, BLOCK_E], tl.float32)
-        for member in range(GROUP):
-            i_h = i_g * GROUP + member
+        start = pid % n_k * FORM.C
+        b_k = load_rows(k + g64 * strides.at_k.h, strides.at_k.n, start + o_c, numbers.K, FORM.D, FORM.BLOCK_D)
+        b_v = load_rows(v + g64 * strides.at_v.h, strides.at_v.n, start + o_c, numbers.K, FORM.E, FORM.BLOCK_E)
+        b_dk = tl.zeros([FORM.C, FORM.BLOCK_D], tl.float32)
+        b_dv = tl.zeros([FORM.C, FORM.BLOCK_E], tl.float32)
+        for member in range(FORM.GROUP):
+            i_h = i_g * FORM.GROUP + member
             h64 = i_h.to(tl.int64)
-            i_bh = b64 * H + h64
-            slope = head_slope(slopes, i_b, i_h, H, ALIBI)
+            i_bh = b64 * heads.H + h64
+            slope = head_slope(terms.slopes, i_b, i_h, heads.H, FORM.ALIBI)
             own = packed_mask
             if packed_mask is not None:
-                own += b64 * mask_b + h64 * mask_h
-            for first in range(0, Q, R):
+                own += b64 * heads.mask_b + h64 * heads.mask_h
+            for first in range(0, numbers.Q, FORM.R):
                 o_r = first + o_row
-                m_keep = keeps(own, o_r, start, Q, K, end, C, True)
-                b_q = load_rows(q + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
-                b_dout = load_rows(dout + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
-                if packed_mask is not None or lengths is not None:
+                m_keep = keeps(own, o_r, start, numbers.Q, numbers.K, end, FORM.C, True)
+                b_q = load_rows(q + h64 * strides.at_q.h, strides.at_q.n, o_r, numbers.Q, FORM.D, FORM.BLOCK_D)
+                b_dout = load_rows(rows.dout + i_bh * numbers.Q * FORM.E, FORM.E, o_r, numbers.Q, FORM.E, FORM.BLOCK_E)
+                if packed_mask is not None or terms.lengths is not None:
                     b_q = cleared(b_q, m_keep)
                     b_dout = cleared(b_dout, m_keep)
-                b_out = load_rows(out + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
-                b_lse, b_delta = row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q)
-                b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-                b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=PRECISION)
-                distance = (start + o_c)[:, None] - (o_r + q_offset)[None, :]
+                b_out = load_rows(rows.out + i_bh * numbers.Q * FORM.E, FORM.E, o_r, numbers.Q, FORM.E, FORM.BLOCK_E)
+                b_lse, b_delta = row_terms(rows.lse, rows.dlse, b_dout, b_out, i_bh, o_r, numbers.Q)
+                b_s = tl.dot(b_k, tl.trans(b_q), input_precision=FORM.PRECISION)
+                b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision=FORM.PRECISION)
+                distance = (start + o_c)[:, None] - (o_r + numbers.q_offset)[None, :]
                 b_p, b_t = probability(
-                    b_s, b_lse[None, :], scale, cap, slope, distance, m_keep, True, False, SOFTCAP, ALIBI
+                    b_s,
+                    b_lse[None, :],
+                    numbers.scale,
+                    numbers.cap,
+                    slope,
+                    distance,
+                    m_keep,
+                    True,
+                    False,
+                    FORM.SOFTCAP,
+                    FORM.ALIBI,
                 )
-                b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, SOFTCAP)
-                if packed_mask is not None or lengths is not None:
+                b_ds = score_gradient(b_p, b_dp, b_delta[None, :], b_t, FORM.SOFTCAP)
+                if packed_mask is not None or terms.lengths is not None:
                     b_ds = tl.where(m_keep, b_ds, 0.0)  # dP of a key that no query keeps may be NaN
-                b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=PRECISION)
-                b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
-        i_bg = b64 * (H // GROUP) + g64
-        store_rows(dk + i_bg * K * D, b_dk * plain_scale, start + o_c, K, D, BLOCK_D)
-        store_rows(dv + i_bg * K * E, b_dv, start + o_c, K, E, BLOCK_E)
+                b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision=FORM.PRECISION)
+                b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=FORM.PRECISION)
+        i_bg = b64 * (heads.H // FORM.GROUP) + g64
+        store_rows(
+            results.dk + i_bg * numbers.K * FORM.D,
+            b_dk * numbers.plain_scale,
+            start + o_c,
+            numbers.K,
+            FORM.D,
+            FORM.BLOCK_D,
+        )
+        store_rows(results.dv + i_bg * numbers.K * FORM.E, b_dv, start + o_c, numbers.K, FORM.E, FORM.BLOCK_E)
     else:
-        n_q = (Q + R - 1) // R
+        n_q = (numbers.Q + FORM.R - 1) // FORM.R
         i_h = (pid - key_programs) // n_q
         h64 = i_h.to(tl.int64)
-        i_bh = b64 * H + h64
-        o_r = (pid - key_programs) % n_q * R + o_row
-        slope = head_slope(slopes, i_b, i_h, H, ALIBI)
+        i_bh = b64 * heads.H + h64
+        o_r = (pid - key_programs) % n_q * FORM.R + o_row
+        slope = head_slope(terms.slopes, i_b, i_h, heads.H, FORM.ALIBI)
         if packed_mask is not None:
-            packed_mask += b64 * mask_b + h64 * mask_h
-        b_q = load_rows(q + h64 * stride_qh, stride_qn, o_r, Q, D, BLOCK_D)
-        b_dout = load_rows(dout + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
-        b_out = load_rows(out + i_bh * Q * E, E, o_r, Q, E, BLOCK_E)
-        b_lse, b_delta = row_terms(lse, dlse, b_dout, b_out, i_bh, o_r, Q)
-        b_dq = tl.zeros([R, BLOCK_D], tl.float32)
-        for start in range(0, K, C):
-            m_keep = keeps(packed_mask, o_r, start, Q, K, end, C, False)
-            b_k = load_rows(k + h64 // GROUP * stride_kh, stride_kn, start + o_c, end, D, BLOCK_D)
+            packed_mask += b64 * heads.mask_b + h64 * heads.mask_h
+        b_q = load_rows(q + h64 * strides.at_q.h, strides.at_q.n, o_r, numbers.Q, FORM.D, FORM.BLOCK_D)
+        b_dout = load_rows(rows.dout + i_bh * numbers.Q * FORM.E, FORM.E, o_r, numbers.Q, FORM.E, FORM.BLOCK_E)
+        b_out = load_rows(rows.out + i_bh * numbers.Q * FORM.E, FORM.E, o_r, numbers.Q, FORM.E, FORM.BLOCK_E)
+        b_lse, b_delta = row_terms(rows.lse, rows.dlse, b_dout, b_out, i_bh, o_r, numbers.Q)
+        b_dq = tl.zeros([FORM.R, FORM.BLOCK_D], tl.float32)
+        for start in range(0, numbers.K, FORM.C):
+            m_keep = keeps(packed_mask, o_r, start, numbers.Q, numbers.K, end, FORM.C, False)
+            b_k = load_rows(
+                k + h64 // FORM.GROUP * strides.at_k.h, strides.at_k.n, start + o_c, end, FORM.D, FORM.BLOCK_D
+            )
             if packed_mask is not None:
                 b_k = cleared(b_k, m_keep)
-            b_v = load_rows(v + h64 // GROUP * stride_vh, stride_vn, start + o_c, K, E, BLOCK_E)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-            b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=PRECISION)
-            distance = (start + o_c)[None, :] - (o_r + q_offset)[:, None]
+            b_v = load_rows(
+                v + h64 // FORM.GROUP * strides.at_v.h, strides.at_v.n, start + o_c, numbers.K, FORM.E, FORM.BLOCK_E
+            )
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FORM.PRECISION)
+            b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision=FORM.PRECISION)
+            distance = (start + o_c)[None, :] - (o_r + numbers.q_offset)[:, None]
             b_p, b_t = probability(
-                b_s, b_lse[:, None], scale, cap, slope, distance, m_keep, False, False, SOFTCAP, ALIBI
+                b_s,
+                b_lse[:, None],
+                numbers.scale,
+                numbers.cap,
+                slope,
+                distance,
+                m_keep,
+                False,
+                False,
+                FORM.SOFTCAP,
+                FORM.ALIBI,
             )
             # Not P: dP of a pair that is not kept may be NaN.
-            b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta[:, None], b_t, SOFTCAP), 0.0)
-            b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
-        store_rows(dq + i_bh * Q * D, b_dq * plain_scale, o_r, Q, D, BLOCK_D)
+            b_ds = tl.where(m_keep, score_gradient(b_p, b_dp, b_delta[:, None], b_t, FORM.SOFTCAP), 0.0)
+            b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=FORM.PRECISION)
+        store_rows(
+            results.dq + i_bh * numbers.Q * FORM.D, b_dq * numbers.plain_scale, o_r, numbers.Q, FORM.D, FORM.BLOCK_D
+        )

@@ -13,6 +13,7 @@ from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.kernels.relaunch import Programs, padded, strides
 from gossamer.kernels.scores import alibi, scales
 from gossamer.kernels.small.kernels import backward_kernel, forward_kernel
+from gossamer.kernels.small.parameters import Form
 from gossamer.plan.problem import Problem
 
 KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
@@ -110,10 +111,9 @@ def forward(
         **given, "out": out, "lse": lse, "lengths": optional(b, "key_lengths"), "sinks": optional(b, "sink_logits"),
         "slopes": optional(b, "alibi_slopes"), **constants(b, p, tile, scoring),
     }  # fmt: skip
-    for name in ("q", "k", "v"):
-        at = strides(b[given[name]])._asdict()
-        values |= {f"stride_{name}{axis}": stride for axis, stride in at.items()}
-    relaunch.step(b, "small", "forward", forward_kernel, grid(p, -(-p.Q // tile.R), p.H), values, options(tile))
+    values |= {f"at_{name}": strides(b[given[name]]) for name in ("q", "k", "v")}
+    programs = grid(p, -(-p.Q // tile.R), p.H)
+    relaunch.step_of_form(b, "small", "forward", forward_kernel, programs, values, options(tile), Form)
     return b.done("out", "lse")
 
 
@@ -130,11 +130,9 @@ def backward(
         **given, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv, "lengths": optional(b, "key_lengths"),
         "slopes": optional(b, "alibi_slopes"), "plain_scale": float(scoring.scale), **constants(b, p, tile, scoring),
     }  # fmt: skip
-    for name in ("q", "k", "v"):
-        at = strides(b[given[name]])._asdict()
-        values |= {f"stride_{name}{axis}": stride for axis, stride in at.items()}
+    values |= {f"at_{name}": strides(b[given[name]]) for name in ("q", "k", "v")}
     programs = -(-p.K // tile.C) * p.G + -(-p.Q // tile.R) * p.H
-    relaunch.step(b, "small", "backward", backward_kernel, grid(p, programs), values, options(tile))
+    relaunch.step_of_form(b, "small", "backward", backward_kernel, grid(p, programs), values, options(tile), Form)
     if "sink_logits" not in operands:
         return b.done("dq", "dk", "dv")
     b.function(

@@ -14,25 +14,16 @@ from gossamer.plan.problem import Problem
 
 # Offsets inside a tile are 32-bit: 256 rows (the largest tile) times this stride stay below 2**31.
 LARGEST_ROW_STRIDE = 2**22
-# What the strides of an array are called, where it is not by its own name.
-STRIDES = {"dout": "g", "out": "o", "lse": "l", "dlse": "m", "part_out": "p", "part_lse": "m", "result": "r"}
 
 
 def step(
-    b: Builder, function: Any, grid: tuple[int, ...], values: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Add a launch of a kernel: `kernels.relaunch.step`, with values among which other kernels find theirs."""
-    own = {
-        name: values[name] if name in values or kind is None else filled(kind, values)
-        for name, kind in relaunch.parameters(function).items()
-    }
+    b: Builder, function: Any, grid: tuple[int, ...], values: Mapping[str, Any], options: Mapping[str, Any],
+    form: Any = None,
+) -> None:  # fmt: skip
+    """Add a launch of a kernel by `kernels.relaunch.step_of_form`."""
     # Scores become exponents by one multiply-add; Triton 3.10 stops fusing unless asked.
-    relaunch.step(b, "triton", function.fn.__name__, function, grid, own, {**options, "enable_fp_fusion": True})
-
-
-def filled(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A NamedTuple of the values of its fields' names."""
-    return kind(*(values[field] for field in kind._fields))
+    options = {**options, "enable_fp_fusion": True}
+    relaunch.step_of_form(b, "triton", function.fn.__name__, function, grid, values, options, form)
 
 
 def operand(b: Builder, name: str) -> str:
@@ -44,11 +35,7 @@ def operand(b: Builder, name: str) -> str:
 
 def arrays(b: Builder, **names: str) -> dict[str, Any]:
     """Arrays (B, heads, rows) or (B, heads, rows, size), and their strides."""
-    values: dict[str, Any] = dict(names)
-    for name, array in names.items():
-        values[f"at_{name}"] = at = strides(b[array])
-        values |= {f"stride_{STRIDES.get(name, name)}{axis}": stride for axis, stride in at._asdict().items()}
-    return values
+    return {**names, **{f"at_{name}": strides(b[array]) for name, array in names.items()}}
 
 
 def listed(b: Builder, prefix: str, arrays: Mapping[str, Any]) -> dict[str, str]:

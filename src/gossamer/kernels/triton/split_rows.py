@@ -12,7 +12,7 @@ import triton.language as tl
 from gossamer.kernels.launch import Builder
 from gossamer.kernels.relaunch import Strides, padded
 from gossamer.kernels.scores import FLOOR
-from gossamer.kernels.triton.arguments import arrays, filled, listed, step
+from gossamer.kernels.triton.arguments import arrays, listed, step
 from gossamer.kernels.triton.config import GRADIENTS, ROWS_OF_A_PROGRAM, Direction
 from gossamer.kernels.triton.groups import ForwardResults, ResultStrides
 from gossamer.kernels.triton.row_access import (
@@ -151,7 +151,7 @@ class SplitRows:
             **values, **parts, "n_slots": self.slots, "HAS_SLOTS": self.slots > 0, "lead_heads": self.lead_heads,
             "TILE_ROWS": self.tile_rows, "B_FROM_GRID": self.b_from_grid, "H_FROM_GRID": self.h_from_grid,
         }  # fmt: skip
-        step(b, function, (programs * self.copies,), given | {"FORM": filled(form, given)}, options)
+        step(b, function, (programs * self.copies,), given, options, form)
         if not self.slots:
             return
         rows, count = min(ROWS_OF_A_PROGRAM, self.tile_rows), len(self.merges)
@@ -161,7 +161,7 @@ class SplitRows:
 
         def combine(kernel: Any, size: int, **more: Any) -> None:
             whole = given | more | {"SIZE": size, "BLOCK_SIZE": padded(size)}
-            step(b, kernel, grid, whole | {"FORM": filled(PartForm, whole)}, own)
+            step(b, kernel, grid, whole, own, PartForm)
 
         if direction == "forward":
             combine(combine_parts_kernel, values["E"])

@@ -18,6 +18,7 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, compact
 from gossamer.kernels.triton.arguments import arrays, listed, operand, row_results, step, terms, vector
 from gossamer.kernels.triton.wide.kernels import gradient_kernel, output_kernel, products_kernel
+from gossamer.kernels.triton.wide.parameters import GradientForm, OutputForm, ProductForm
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.kept import keeps_all
 from gossamer.layouts.walk import Walk
@@ -160,13 +161,14 @@ class _Call:
         """Scores of a pass into `first`, or P into it and dS into `second`."""
         p, walk, (R, C) = self.p, self.walk, self.edges
         grid = done.most * p.B * p.H, walk.block_rows // R * (walk.block_columns // C)
-        step(self.b, products_kernel, grid, {**self.values, **values, **places, "R": R, "C": C}, OPTIONS)
+        step(self.b, products_kernel, grid, {**self.values, **values, **places, "R": R, "C": C}, OPTIONS, ProductForm)
 
     def outputs(self, done: Pass, values: Mapping[str, Any], scores: str) -> None:
         """out and lse of a pass."""
         p, (R, C) = self.p, self.cuts
         grid = done.rows * (self.walk.block_rows // R) * p.B * p.H, -(-p.E // self.block)
-        step(self.b, output_kernel, grid, {**self.values, **values, "scores": scores, "R": R, "C": C}, OPTIONS)
+        own = {**self.values, **values, "scores": scores, "R": R, "C": C}
+        step(self.b, output_kernel, grid, own, OPTIONS, OutputForm)
 
     def gradient(
         self, values: Mapping[str, Any], weights: str, x: str, result: str, factor: float, *, keys: bool, add: bool
@@ -186,7 +188,7 @@ class _Call:
             count, resident, heads = values["n_rows"], walk.block_rows, p.H
             more |= {"rows": p.Q, "columns": p.K, "MEMBERS": 1, "X_GROUP": group}
         grid = count * (resident // R) * p.B * heads, -(-size // self.block)
-        step(self.b, gradient_kernel, grid, {**self.values, **values, **more, "R": R, "C": C}, OPTIONS)
+        step(self.b, gradient_kernel, grid, {**self.values, **values, **more, "R": R, "C": C}, OPTIONS, GradientForm)
 
 
 def forward(p: Problem, layout: BlockLayout, scoring: Scoring, operands: Mapping[str, Operand]) -> Prepared:
