@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from gossamer.kernels.relaunch import Strides
 
@@ -10,33 +12,33 @@ from gossamer.kernels.relaunch import Strides
 class ForwardTerms(NamedTuple):
     """Tensors among the score terms."""
 
-    lengths: Any  # (B,) or None
-    sinks: Any  # (H,) or None
-    slopes: Any  # (H,) or (B, H), or None
+    lengths: Tensor  # (B,) or None
+    sinks: Tensor  # (H,) or None
+    slopes: Tensor  # (H,) or (B, H), or None
 
 
 class BackwardTerms(NamedTuple):
     """Tensors among the score terms that a backward reads."""
 
-    lengths: Any
-    slopes: Any
+    lengths: Tensor
+    slopes: Tensor
 
 
 class Rows(NamedTuple):
     """What a backward reads of each query row."""
 
-    dout: Any  # (B, H, Q, E)
-    out: Any  # (B, H, Q, E)
-    lse: Any  # (B, H, Q)
-    dlse: Any  # (B, H, Q) or None
+    dout: Tensor  # (B, H, Q, E)
+    out: Tensor  # (B, H, Q, E)
+    lse: Tensor  # (B, H, Q)
+    dlse: Tensor  # (B, H, Q) or None
 
 
 class Results(NamedTuple):
     """Gradients."""
 
-    dq: Any  # (B, H, Q, D)
-    dk: Any  # (B, G, K, D)
-    dv: Any  # (B, G, K, E)
+    dq: Tensor  # (B, H, Q, D)
+    dk: Tensor  # (B, G, K, D)
+    dv: Tensor  # (B, G, K, E)
 
 
 class InputStrides(NamedTuple):

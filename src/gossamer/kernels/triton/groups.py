@@ -6,7 +6,9 @@ of its own, and passes it alike.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from gossamer.kernels.relaunch import Strides
 
@@ -52,39 +54,39 @@ class KeyStrides(NamedTuple):
 class ForwardResults(NamedTuple):
     """What a forward writes: results, and the parts of rows whose list is split."""
 
-    out: Any  # (B, H, Q, E)
-    lse: Any  # (B, H, Q)
-    part_acc: Any  # (copies, slots, TILE_ROWS, E)
-    part_ml: Any  # (copies, slots, 2, TILE_ROWS)
+    out: Tensor  # (B, H, Q, E)
+    lse: Tensor  # (B, H, Q)
+    part_acc: Tensor  # (copies, slots, TILE_ROWS, E)
+    part_ml: Tensor  # (copies, slots, 2, TILE_ROWS)
 
 
 class QueryResults(NamedTuple):
     """dQ, and the parts of rows whose list is split."""
 
-    dq: Any  # (B, H, Q, D)
-    part: Any  # (copies, slots, TILE_ROWS, D)
+    dq: Tensor  # (B, H, Q, D)
+    part: Tensor  # (copies, slots, TILE_ROWS, D)
 
 
 class KeyResults(NamedTuple):
     """dK and dV, and the parts of rows whose list is split."""
 
-    dk: Any  # (B, heads, K, D)
-    dv: Any  # (B, heads, K, E)
-    part_dk: Any  # (copies, slots, TILE_ROWS, D)
-    part_dv: Any  # (copies, slots, TILE_ROWS, E)
+    dk: Tensor  # (B, heads, K, D)
+    dv: Tensor  # (B, heads, K, E)
+    part_dk: Tensor  # (copies, slots, TILE_ROWS, D)
+    part_dv: Tensor  # (copies, slots, TILE_ROWS, E)
 
 
 class ForwardTerms(NamedTuple):
     """Tensors among the score terms."""
 
-    lengths: Any  # (B,)
-    sinks: Any  # (H,)
-    slopes: Any  # (H,) or (B, H)
+    lengths: Tensor  # (B,)
+    sinks: Tensor  # (H,)
+    slopes: Tensor  # (H,) or (B, H)
 
 
 class BackwardTerms(NamedTuple):
     """Tensors among the score terms, and what a backward needs of each query row."""
 
-    row_terms: Any  # (2, B, H, padded_Q): lse in base 2, delta
-    lengths: Any  # (B,)
-    slopes: Any  # (H,) or (B, H)
+    row_terms: Tensor  # (2, B, H, padded_Q): lse in base 2, delta
+    lengths: Tensor  # (B,)
+    slopes: Tensor  # (H,) or (B, H)

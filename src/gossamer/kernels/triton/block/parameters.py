@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 
 class TileList(NamedTuple):
     """One list of a walk, as `layouts.walk.TileList`: a run of packed tile columns for each tile row."""
 
-    starts: Any
-    counts: Any
-    indices: Any
+    starts: Tensor
+    counts: Tensor
+    indices: Tensor
 
 
 class Lists(NamedTuple):
     """A walk and its work items."""
 
-    items: Any  # (n, ITEM) of `layouts.items`
+    items: Tensor  # (n, ITEM) of `layouts.items`
     tiles: tuple[TileList, ...]  # by mode: full, interval, bits
-    lo: Any
-    hi: Any
-    pool_index: Any
-    pool: Any
+    lo: Tensor
+    hi: Tensor
+    pool_index: Tensor
+    pool: Tensor
 
 
 class Numbers(NamedTuple):

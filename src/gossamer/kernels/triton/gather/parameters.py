@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 
 class RowLists(NamedTuple):
     """A walk of single rows and its work items."""
 
-    items: Any  # (n, ITEM) of `layouts.items`
-    longest: Any  # (programs,), as `schedule_gather.Work.longest` has it
-    indices: Any
+    items: Tensor  # (n, ITEM) of `layouts.items`
+    longest: Tensor  # (programs,), as `schedule_gather.Work.longest` has it
+    indices: Tensor
 
 
 class TileLists(NamedTuple):
     """A walk of groups of rows and its work items."""
 
-    items: Any  # (n, ITEM) of `layouts.items`
-    indices: Any
-    bits: Any
+    items: Tensor  # (n, ITEM) of `layouts.items`
+    indices: Tensor
+    bits: Tensor
 
 
 class ForwardNumbers(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from gossamer.kernels.relaunch import Strides
 
@@ -10,45 +12,45 @@ from gossamer.kernels.relaunch import Strides
 class ProductRows(NamedTuple):
     """What a backward reads of each query row."""
 
-    dout: Any  # (B, H, Q, E)
-    lse: Any  # (B, H, Q) natural, +inf for an empty row
-    delta: Any  # (B, H, Q)
+    dout: Tensor  # (B, H, Q, E)
+    lse: Tensor  # (B, H, Q) natural, +inf for an empty row
+    delta: Tensor  # (B, H, Q)
 
 
 class ProductLists(NamedTuple):
     """The listed tiles of a pass, and what masks them."""
 
-    tiles: Any  # (n, 4)
-    begins: Any  # (leads,) of the first tile of each lead's list
-    counts: Any  # (leads,) of its tiles
-    lo: Any  # (leads, Q)
-    hi: Any  # (leads, Q)
-    pool: Any
+    tiles: Tensor  # (n, 4)
+    begins: Tensor  # (leads,) of the first tile of each lead's list
+    counts: Tensor  # (leads,) of its tiles
+    lo: Tensor  # (leads, Q)
+    hi: Tensor  # (leads, Q)
+    pool: Tensor
 
 
 class OutputLists(NamedTuple):
     """The listed tiles of a pass by tile row."""
 
-    tiles: Any
-    begins: Any
-    row_starts: Any  # (leads, tile rows here + 1) within the list
+    tiles: Tensor
+    begins: Tensor
+    row_starts: Tensor  # (leads, tile rows here + 1) within the list
 
 
 class GradientLists(NamedTuple):
     """The listed tiles of a pass by tile row of a gradient."""
 
-    tiles: Any
-    begins: Any
-    order: Any  # slots by tile row of the result, of each lead
-    order_begins: Any  # (leads,)
-    starts: Any  # (leads, n_rows + 1) within the order
+    tiles: Tensor
+    begins: Tensor
+    order: Tensor  # slots by tile row of the result, of each lead
+    order_begins: Tensor  # (leads,)
+    starts: Tensor  # (leads, n_rows + 1) within the order
 
 
 class ProductTerms(NamedTuple):
     """Tensors among the score terms."""
 
-    lengths: Any  # (B,) or None
-    slopes: Any  # (H,) or (B, H), or None
+    lengths: Tensor  # (B,) or None
+    slopes: Tensor  # (H,) or (B, H), or None
 
 
 class ProductStrides(NamedTuple):
