@@ -254,7 +254,8 @@ class Builder:
     def step(self, kernel: Kernel, *arguments: Argument | float | None) -> None:
         """Append a kernel that writes its results into its arguments: names of arrays, and numbers."""
         given = tuple(x if isinstance(x, (str, Constant, Group)) else Constant(x) for x in arguments)
-        self._check(kernel, names_of(given))
+        unknown = set(names_of(given)).difference(self._known, self.operands)
+        assert not unknown, f"{kernel.implementation}.{kernel.name} is given {sorted(unknown)}, and nothing is named so"
         self._steps.append(Step(kernel, given))
 
     def function(self, kernel: Kernel, *arguments: str | None, returns: Mapping[str, Operand | None]) -> None:
@@ -263,17 +264,13 @@ class Builder:
         Args:
             returns: the dtype and shape that each result must have, by name; None: not checked.
         """
-        self._check(kernel, arguments)
         given = tuple(Constant(None) if x is None else x for x in arguments)
+        unknown = set(names_of(given)).difference(self._known, self.operands)
+        assert not unknown, f"{kernel.implementation}.{kernel.name} is given {sorted(unknown)}, and nothing is named so"
         for name in returns:
             assert name not in self, name
         self._steps.append(Step(kernel, given, tuple(Returned(*item) for item in returns.items())))
         self._known.update({name: known for name, known in returns.items() if known is not None})
-
-    def _check(self, kernel: Kernel, arguments: Iterable[Any]) -> None:
-        """Raise AssertionError for an argument that is the name of no known array."""
-        unknown = [x for x in arguments if isinstance(x, str) and x not in self]
-        assert not unknown, f"{kernel.implementation}.{kernel.name} is given {unknown}, and nothing is named so"
 
     def copy(self, source: str, target: str) -> None:
         """Copy an array into another of the same shape, whose type may differ."""

@@ -22,10 +22,10 @@ from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import (
     BYTES,
     EDGE,
-    Argument,
     Array,
     Constant,
     Descriptor,
+    Group,
     Kernel,
     Prepared,
     Step,
@@ -222,14 +222,14 @@ class _Writer:
             return self.names[key]
         return self.array(name)
 
-    def _argument(self, argument: Argument, form: Callable[[str], str]) -> str:
-        """The text of an argument; a group in which nothing changes is made once."""
-        if isinstance(argument, str):
-            return form(argument)
-        if isinstance(argument, Constant):
-            return self._constant(argument.value)
-        texts = [self._argument(x, form) for x in argument.members]
-        if all(name in self.layout for name in names_of((argument,))):
+    def _group(self, group: Group, form: Callable[[str], str]) -> str:
+        """The text of a tuple; one in which nothing changes is made once."""
+        texts = [
+            form(x) if isinstance(x, str) else
+            self._constant(x.value) if isinstance(x, Constant) else self._group(x, form)
+            for x in group.members
+        ]  # fmt: skip
+        if all(name in self.layout for name in names_of((group,))):
             return self._constant(tuple(self.scope[text] for text in texts), "group")
         return f"({', '.join(texts)},)"
 
@@ -237,7 +237,11 @@ class _Writer:
         form = {"arrays": self.array, "addresses": self._address, "exchanged": self._exchanged}[step.kernel.passes]
         arrays = [at for at, x in enumerate(step.arguments) if not isinstance(x, Constant)]
         first = max(arrays, default=-1) + 1  # of the constants at the end, which are passed together
-        given = [self._argument(x, form) for x in step.arguments[:first]]
+        given = [
+            form(x) if isinstance(x, str) else
+            self._constant(x.value) if isinstance(x, Constant) else self._group(x, form)
+            for x in step.arguments[:first]
+        ]  # fmt: skip
         rest = tuple(x.value for x in step.arguments[first:] if isinstance(x, Constant))
         if rest:
             given.append(f"*{self._constant(rest, 'rest')}")

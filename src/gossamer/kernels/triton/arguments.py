@@ -47,7 +47,8 @@ def listed(b: Builder, prefix: str, arrays: Mapping[str, Any]) -> dict[str, str]
 def named(b: Builder, prefix: str, arrays: Any) -> Any:
     """Arrays of the layout in a NamedTuple, or NamedTuples in it, by names that begin with a prefix."""
     if not isinstance(arrays, tuple):
-        return b.layout(**{prefix: arrays})[0]
+        (name,) = b.layout(**{prefix: arrays})
+        return name
     fields = getattr(arrays, "_fields", range(len(arrays)))
     members = (named(b, f"{prefix}_{field}", x) for field, x in zip(fields, arrays, strict=True))
     return type(arrays)(*members) if hasattr(arrays, "_fields") else tuple(members)
