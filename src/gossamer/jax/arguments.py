@@ -163,16 +163,10 @@ def with_number(q: Array, scale: Any) -> tuple[Array, Any]:
     return (q.astype(wide) * (scale.astype(wide) / base)).astype(q.dtype), base
 
 
-class Numbers(NamedTuple):
-    """The numbers of a call."""
-
-    scale: float
-    q_offset: int | None
-    softcap: float | None
-
-
-def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dtype: str) -> Numbers:
-    """The numbers of a call, of Python; a scale of None is D ** -0.5.
+def numbers(
+    scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dtype: str
+) -> tuple[float, int | None, float | None]:
+    """(scale, q_offset, softcap) as numbers of Python; a scale of None is D ** -0.5.
 
     Raises:
         ValueError: one is wrong.
@@ -181,7 +175,7 @@ def numbers(scale: Any, q_offset: Any, softcap: Any, Q: int, K: int, D: int, dty
     offset = whole(q_offset)
     q_offset = q_offset if offset is None else offset
     raise_first(_number_checks(scale, q_offset, softcap, Q, K, D, dtype), describe)
-    return Numbers(float(D**-0.5 if scale is None else scale), q_offset, None if softcap is None else float(softcap))
+    return float(D**-0.5 if scale is None else scale), q_offset, None if softcap is None else float(softcap)
 
 
 def check_flags(**flags: Any) -> None:
