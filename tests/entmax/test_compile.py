@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from gossamer.entmax.hopper.long_rows.configurations import (
-    TiledColumnsConfig,
-    TiledConfig,
-    tiled_columns_config,
-    tiled_config,
+    LongRowsColumnsConfig,
+    LongRowsConfig,
+    long_rows_columns_config,
+    long_rows_config,
 )
-from gossamer.entmax.hopper.support.configurations import SelectConfig
+from gossamer.entmax.hopper.support.configurations import SupportConfig
 from gossamer.kernels.hopper import missing_packages
 from tests.support.cubins import resources
 from tests.support.processes import compiled
 
 CONFIGS = {
-    "checked": SelectConfig("bfloat16", 64, 29, same=0.5, bounds="causal"),
-    "largest": SelectConfig("float16", 64, 29, same=0.5, top=True, bounds="causal"),
-    "keys": SelectConfig("bfloat16", 64, 29, top=True, weighed=False),
-    "any alpha": SelectConfig("bfloat16", 128, 29, step=64, bounds="intervals"),
-    "sparsemax": SelectConfig("bfloat16", 128, 29, step=64, same=1.0, top=True),
+    "checked": SupportConfig("bfloat16", 64, 29, same=0.5, bounds="causal"),
+    "largest": SupportConfig("float16", 64, 29, same=0.5, top=True, bounds="causal"),
+    "keys": SupportConfig("bfloat16", 64, 29, top=True, weighed=False),
+    "any alpha": SupportConfig("bfloat16", 128, 29, step=64, bounds="intervals"),
+    "sparsemax": SupportConfig("bfloat16", 128, 29, step=64, same=1.0, top=True),
 }
 
 # (dtype, D, E, alpha - 1, bounds) of the kernels of rows without a list.
@@ -32,19 +32,19 @@ TILES = [
     ("bfloat16", 128, 128, 0.25, "causal"), ("float16", 96, 64, 1.0, "every"),
     ("bfloat16", 128, 128, -1.0, "intervals"),
 ]  # fmt: skip
-SPILLS = {("tiled_columns", 64, 64): 8}  # bytes of stack, of 160 registers a thread
+SPILLS = {("long_rows_columns", 64, 64): 8}  # bytes of stack, of 160 registers a thread
 
 
 def test_configurations_refuse() -> None:
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        SelectConfig("bfloat16", 128, 29)
-    with pytest.raises(ValueError, match="the selecting kernel cannot run as"):
-        SelectConfig("bfloat16", 64, 29, top=False, weighed=False)
-    for kind in (TiledConfig, TiledColumnsConfig):
+        SupportConfig("bfloat16", 128, 29)
+    with pytest.raises(ValueError, match="the kernel of supports cannot run as"):
+        SupportConfig("bfloat16", 64, 29, top=False, weighed=False)
+    for kind in (LongRowsConfig, LongRowsColumnsConfig):
         with pytest.raises(ValueError, match="of tiles of rows as"):
             kind("bfloat16", 96, 64)
         with pytest.raises(ValueError, match="bytes of shared memory"):
-            kind("bfloat16", 128, 128, groups=3, **{"stages" if kind is TiledColumnsConfig else "v_stages": 9})
+            kind("bfloat16", 128, 128, groups=3, **{"stages" if kind is LongRowsColumnsConfig else "v_stages": 9})
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
@@ -53,7 +53,7 @@ def test_configurations_refuse() -> None:
 def test_the_selecting_kernel_compiles(name: str) -> None:
     from gossamer.entmax.hopper import compiled as kernels
 
-    registers, stack = resources(kernels.select.object(CONFIGS[name]))
+    registers, stack = resources(kernels.support_lists.object(CONFIGS[name]))
     assert registers and max(registers) <= 255
     assert not any(stack)
 
@@ -61,11 +61,11 @@ def test_the_selecting_kernel_compiles(name: str) -> None:
 @pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 @pytest.mark.slow
 @pytest.mark.parametrize("given", TILES, ids=str)
-@pytest.mark.parametrize("kind", ["tiled", "tiled_columns"])
+@pytest.mark.parametrize("kind", ["long_rows", "long_rows_columns"])
 def test_the_kernels_of_tiles_compile(kind: str, given: tuple[Any, ...]) -> None:
     from gossamer.entmax.hopper import compiled as kernels
 
-    configure = {"tiled": tiled_config, "tiled_columns": tiled_columns_config}[kind]
+    configure = {"long_rows": long_rows_config, "long_rows_columns": long_rows_columns_config}[kind]
     config = configure(*given)
     registers, stack = resources(getattr(kernels, kind).object(config))
     assert registers and max(registers) <= 255
@@ -79,7 +79,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from gossamer.entmax.launch.calls import Call
+from gossamer.entmax.launch.calls import KernelCall
 from gossamer.entmax.launch.backward import backward
 from gossamer.entmax.launch.forward import forward
 from gossamer.kernels.triton.config import SHARED_MEMORY
@@ -117,19 +117,19 @@ for dtype, D, top_k, same, G, positions in (
 ):
     q, k = torch.empty(1, 2, 600, D, dtype=dtype), torch.empty(1, G, 600, D, dtype=dtype)
     at = torch.zeros(1, 2, 600, dtype=torch.int64) if positions else None
-    call = Call(q, k, k, torch.zeros(2), same, 0.1, top_k, 1, 0, None, None, at, at)
+    call = KernelCall(q, k, k, torch.zeros(2), same, 0.1, top_k, 1, 0, None, None, at, at)
     found = forward(call, keep_lists=True)
     backward(call, found.lists, found.stats.lam, q, True)
 assert len(made) == 19, made
 """
 
-# The largest tiles that select: more than 32 of the k largest, and the largest head sizes.
+# The largest tiles of the kernel of supports: more than 32 of the k largest, and the largest head sizes.
 SELECTION = """
 for dtype, D, top_k in (
     (torch.float32, 128, 57), (torch.float32, 256, 57), (torch.float32, 256, 8), (torch.float16, 256, 57),
 ):
     q = torch.empty(1, 1, 64, D, dtype=dtype)
-    call = Call(q, q, q, torch.zeros(1), 0.5, 0.1, top_k, 1, 0, None, None, None, None)
+    call = KernelCall(q, q, q, torch.zeros(1), 0.5, 0.1, top_k, 1, 0, None, None, None, None)
     forward(call, keep_lists=True, with_out=False)
 assert len(made) == 2, made
 """

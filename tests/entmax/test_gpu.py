@@ -146,7 +146,7 @@ def test_few_places_change_nothing(options: dict[str, Any], rising: bool, monkey
     if rising:
         q[..., 0], k[..., 0] = 4.0, torch.linspace(-8, 8, 1500)
     q, k, v = (x.bfloat16().cuda() for x in (q, k, v))
-    configured, found = selection.hopper_config, []
+    configured, found = selection.support_config, []
     for places in (29, 6):
 
         def few(*given: Any, places: int = places) -> Any:
@@ -154,7 +154,7 @@ def test_few_places_change_nothing(options: dict[str, Any], rising: bool, monkey
             assert config is not None
             return replace(config, places=places)
 
-        monkeypatch.setattr(selection, "hopper_config", few)
+        monkeypatch.setattr(selection, "support_config", few)
         out, aux, gradients = results(q, k, v, v, {"pattern": gs.Causal()} | options)
         found.append((aux, out, *gradients))
     (aux, *one), (other_aux, *other) = found
@@ -176,8 +176,8 @@ def test_topk_against_a_stable_sort(dtype: torch.dtype) -> None:
         if seed == 3:
             q, k[:, :, 50::97] = q.abs() + 1, torch.inf
         if seed in (0, 2) and dtype != torch.bfloat16:
-            sizes = (-5, 700), (0, 1000)
-            of_q, of_k = (torch.randint(low, 1000, (1, 3, n), generator=g).cuda() for low, n in sizes)
+            tile_sizes = (-5, 700), (0, 1000)
+            of_q, of_k = (torch.randint(low, 1000, (1, 3, n), generator=g).cuda() for low, n in tile_sizes)
             seen, options = of_k[:, :, None] <= of_q[..., None], {"q_positions": of_q, "k_positions": of_k}
         found = gs.topk_keys(q, k, k_keep=keep, scale=scale, implementation="kernels", **options)
         s = torch.where(seen, scale * (q.double() @ k.double().mT), -torch.inf)

@@ -26,15 +26,15 @@ NAMES = ("out", "dq", "dk", "dv", "d alpha")
 B, H, N, D = 1, 4, 128, 32
 DRAWS = 5
 SAVES = ("lists", "tau")
-Call = Callable[..., Tensor]
+KernelCall = Callable[..., Tensor]
 MASKS = {False: torch.ones(N, N, dtype=torch.bool), True: torch.ones(N, N, dtype=torch.bool).tril()}
 
 
 @cache
 def draw(seed: int, size: float) -> tuple[Tensor, ...]:
     """q, k, v, dout."""
-    sizes = (size, 1.0, 1.0, 1.0)
-    return tuple(randn(B, H, N, D, seed=4 * seed + i, dtype=torch.float32, size=s) for i, s in enumerate(sizes))
+    tile_sizes = (size, 1.0, 1.0, 1.0)
+    return tuple(randn(B, H, N, D, seed=4 * seed + i, dtype=torch.float32, size=s) for i, s in enumerate(tile_sizes))
 
 
 @cache
@@ -42,7 +42,9 @@ def exact_of(seed: int, size: float, alpha: float, causal: bool) -> Results:
     return exact(*draw(seed, size), alpha, causal)
 
 
-def medians(calls: dict[str, Call], alpha: float, size: float, causal: bool, device: str = "cpu") -> dict[str, Errors]:
+def medians(
+    calls: dict[str, KernelCall], alpha: float, size: float, causal: bool, device: str = "cpu"
+) -> dict[str, Errors]:
     """The errors of each call, medians over the draws."""
     found: dict[str, dict[str, list[float]]] = {of: {} for of in calls}
     for seed in range(DRAWS):
@@ -96,7 +98,7 @@ def test_at_most_twice_its_error(alpha: float, function: Callable[..., Tensor], 
         s = (D**-0.5 * (q @ k.mT)).masked_fill(~MASKS[causal], -torch.inf)
         return function(s, alpha) @ v
 
-    def ours(save: str) -> Call:
+    def ours(save: str) -> KernelCall:
         return lambda q, k, v, alpha: gs.entmax_attention(q, k, v, alpha=alpha, causal=causal, save=save)
 
     theirs, *mine = medians({"entmax": package} | {save: ours(save) for save in SAVES}, alpha, size, causal).values()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from gossamer.entmax.launch import overflow_rows as unlisted
-from gossamer.entmax.launch.calls import Call, Listed, Stats
+from gossamer.entmax.launch import overflow_rows as overflow
+from gossamer.entmax.launch.calls import KernelCall, Stats
+from gossamer.entmax.lists import RowLists
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +54,7 @@ CASES = [
 class Given(NamedTuple):
     """A call, its rows without a list, and gradients."""
 
-    call: Call
+    call: KernelCall
     rows: Tensor  # (B, H, Q) bool
     lists: Any
     dout: Tensor
@@ -65,8 +66,8 @@ def given(case: Case) -> Given:
     """The tensors of a case; of dK and dV what lists would have given."""
     (B, H, G), Q, K = case.shape, case.Q, case.K
     g = torch.Generator().manual_seed(0)
-    sizes = (H, Q, case.D), (G, K, case.D), (G, K, case.E), (H, Q, case.E), (G, K, case.D), (G, K, case.E)
-    q, k, v, dout, dk, dv = (torch.randn(B, *x, generator=g) for x in sizes)
+    tile_sizes = (H, Q, case.D), (G, K, case.D), (G, K, case.E), (H, Q, case.E), (G, K, case.D), (G, K, case.E)
+    q, k, v, dout, dk, dv = (torch.randn(B, *x, generator=g) for x in tile_sizes)
     rows = torch.rand(B, H, Q, generator=g) < case.share
     rows[0, 1] &= H < 3  # a head without any
     q, k, v, dout, dk, dv = (x.to(case.dtype).cuda() for x in (case.sigma * q, k, v + 1, dout, dk, dv))
@@ -74,12 +75,12 @@ def given(case: Case) -> Given:
     lo, hi = ((at + n).clamp(0, K).int().cuda() for n in (-300, 1))
     a = case.alpha - 1
     window = (lo, hi) if case.bounds == 2 else (None, None)
-    call = Call(
+    call = KernelCall(
         q, k, v, torch.full((H,), a, device="cuda"), a, case.D**-0.5, None, case.bounds, offset, *window, None, None
     )
     nothing: Any = None
     counts = torch.where(rows, -1, 3).int().cuda()
-    return Given(call, rows.cuda(), Listed(nothing, nothing, counts), dout, dk, dv)
+    return Given(call, rows.cuda(), RowLists(nothing, nothing, counts), dout, dk, dv)
 
 
 class Exact(NamedTuple):
@@ -131,7 +132,7 @@ def forward(x: Given) -> tuple[Tensor, Stats]:
         torch.full((B, H, Q), torch.nan, device="cuda"), torch.full((B, H, Q), -7, dtype=torch.int32, device="cuda"),
         torch.zeros(B, H, Q, dtype=torch.bool, device="cuda"),
     )  # fmt: skip
-    unlisted.tiled(x.call, out, stats, x.lists, True)
+    overflow.long_rows(x.call, out, stats, x.lists, True)
     return out, stats
 
 
@@ -139,7 +140,7 @@ def backward(x: Given, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, where memory was NaN before, and dK and dV, which are added to."""
     dq, dk, dv = torch.full_like(x.call.q, torch.nan).contiguous(), x.dk.clone(), x.dv.clone()
     unread = torch.empty(1, 1, 1, device="cuda")
-    unlisted.tiled_backward(x.call, x.lists, lam, x.dout, dq, dk, dv, unread, False)
+    overflow.long_rows_backward(x.call, x.lists, lam, x.dout, dq, dk, dv, unread, False)
     return dq, dk, dv
 
 
@@ -151,9 +152,9 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("few", [0, 4], ids=["tiles of a warpgroup", "tiles of a block"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_rows(case: Case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unlisted, "FEW", few)
+    monkeypatch.setattr(overflow, "FEW", few)
     x = given(case)
-    assert unlisted.by_hopper(x.call, x.dout) is not None
+    assert overflow.by_hopper(x.call, x.dout) is not None
     expected, rows = exact(x), x.rows
     out, stats = forward(x)
     of_out, of_gradients = LIMITS[case.dtype]
@@ -180,7 +181,7 @@ def test_any_rows(case: Case, few: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("few", [0, 4])
 def test_a_score_that_is_no_number_is_in_its_rows_alone(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unlisted, "FEW", few)
+    monkeypatch.setattr(overflow, "FEW", few)
     x = given(Case((1, 2, 2), 600, 600, 64, 64, torch.bfloat16, 1.5, 0.3, 1, 1.0))
     x.call.k[0, :, 300, 3] = torch.nan
     x.call.q[0, 1, 20] = torch.inf

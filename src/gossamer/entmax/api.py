@@ -142,35 +142,31 @@ def entmax_attention(
     if save not in ("lists", "tau"):
         raise ValueError(f'save must be "lists" or "tau"; got {describe(save)}')
     return_aux = boolean("return_aux", return_aux)
-    found = given(
+    call = given(
         "entmax_attention", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
     )
-    results = attended(found, save, return_aux)
-    out = unbatched(results.out, found.dims)
+    results = attended(call, save, return_aux)
+    out = unbatched(results.out, call.dims)
     if not return_aux:
         return out
-    a = (found.alpha.detach() - 1).to(results.normaliser.dtype)[:, None]
+    a = (call.alpha.detach() - 1).to(results.normaliser.dtype)[:, None]
     tau = torch.where(results.normaliser < torch.inf, a * results.normaliser - 1, results.normaliser)
-    return out, EntmaxAux(*(unbatched(x, found.dims) for x in (tau, results.support, results.certified)))
+    return out, EntmaxAux(*(unbatched(x, call.dims) for x in (tau, results.support, results.certified)))
 
 
-def attended(found: Given, save: Save, told: bool = False) -> Results:
-    """The results of a call, with gradients.
-
-    Args:
-        told: whether more than out is wanted.
-    """
-    x = found.q, found.k, found.v
-    if by_operator(found):
-        return Results(*entmax_forward(*x, *rest_of(found)))
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, found.alpha))
+def attended(call: Given, save: Save, with_aux: bool = False) -> Results:
+    """The differentiable results of a call; without `with_aux` or gradients kernels make `out` alone."""
+    x = call.q, call.k, call.v
+    if by_operator(call):
+        return Results(*entmax_forward(*x, *rest_of(call)))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, call.alpha))
     listed = wanted and save == "lists"
-    return Results(*EntmaxAttention.apply(*x, found.alpha, found.number, found.options, listed, wanted or told))
+    return Results(*EntmaxAttention.apply(*x, call.alpha, call.number, call.options, listed, wanted or with_aux))
 
 
-def by_operator(found: Given) -> bool:
+def by_operator(call: Given) -> bool:
     """Whether to call the registered operators: under torch.compile, and for tensors without values."""
-    return torch.compiler.is_compiling() or found.q.is_meta
+    return torch.compiler.is_compiling() or call.q.is_meta
 
 
 def unbatched(x: Tensor, dims: int) -> Tensor:
@@ -223,12 +219,12 @@ def topk_keys(
         tensor([[ 1, -1],
                 [ 2, -1]], dtype=torch.int32)
     """
-    found = given(
+    call = given(
         "topk_keys", q, k, k, pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation, "k_keep"
     )
-    if by_operator(found):
-        _, *rest = rest_of(found)
-        keys = topk_op(found.q, found.k, *rest)
+    if by_operator(call):
+        _, *rest = rest_of(call)
+        keys = topk_op(call.q, call.k, *rest)
     else:
-        keys = keys_of_rows(found.q, found.k, found.options)
-    return unbatched(keys, found.dims)
+        keys = keys_of_rows(call.q, call.k, call.options)
+    return unbatched(keys, call.dims)

@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from gossamer.checks import boolean, integer
-from gossamer.entmax.candidates import Candidates, OfLayout, OfLists, OfMask, OfPattern, OfPositions, Source
 from gossamer.entmax.chunks import Operands, operands
 from gossamer.entmax.options import IMPLEMENTATIONS, Options
+from gossamer.entmax.visible import (
+    LayoutSource,
+    ListSource,
+    MaskSource,
+    PatternSource,
+    PositionSource,
+    Source,
+    VisibleKeys,
+)
 from gossamer.entmax.ways import by_kernels
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import Walk
@@ -26,10 +34,10 @@ from gossamer.torch.transforms import autocast, refuse_transforms
 
 
 class Names(NamedTuple):
-    """Of the arguments that are positions, for messages."""
+    """The names of the arguments that are positions, for messages."""
 
-    of_q: str
-    of_k: str
+    q: str
+    k: str
 
 
 NAMES = Names("q_positions", "k_positions")
@@ -80,12 +88,12 @@ def given(
     causal = boolean("causal", causal)
     options = Options(request.attended, q_positions, k_positions, top_k, causal, a.scale, implementation)
     alpha = number(alpha)
-    found = Given(
+    call = Given(
         a.q, a.k, a.v, alphas(alpha, a.q), options, a.dims, None if isinstance(alpha, Tensor) else float(alpha)
     )
     if not torch.compiler.is_compiling():
-        check(request, found, names)
-    return found
+        check(request, call, names)
+    return call
 
 
 def alphas(alpha: Any, q: Tensor) -> Tensor:
@@ -116,9 +124,9 @@ def check_alphas(alpha: Tensor) -> None:
         raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
 
 
-def check(request: Request, found: Given, names: Names = NAMES) -> None:
+def check(request: Request, call: Given, names: Names = NAMES) -> None:
     """Raise ValueError for values and shapes that are wrong."""
-    q, k, v, alpha, options, *_ = found
+    q, k, v, alpha, options, *_ = call
     attended = options.attended
     validate(request.arguments)
     check_sizes(request.arguments, attended.handle)
@@ -127,12 +135,12 @@ def check(request: Request, found: Given, names: Names = NAMES) -> None:
     elif attended.data:
         check_mask(attended.data[0], q, k)
     # The host waits for no value where kernels compute: there such a head becomes NaN.
-    if found.number is None and not by_kernels(q, k, v, None, options):
+    if call.number is None and not by_kernels(q, k, v, None, options):
         check_alphas(alpha)
     (B, H, Q, _), (_, G, K, _) = q.shape, k.shape
     for label, x, wanted in (
-        (names.of_q, options.q_positions, ((B, H, Q),)),
-        (names.of_k, options.k_positions, ((B, H, K), (B, G, K))),
+        (names.q, options.q_positions, ((B, H, Q),)),
+        (names.k, options.k_positions, ((B, H, K), (B, G, K))),
     ):
         if x is None:
             continue
@@ -145,40 +153,44 @@ def check(request: Request, found: Given, names: Names = NAMES) -> None:
 
 
 def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether x is of this shape where missing dimensions, and those of 1, are repeated."""
+    """Whether x broadcasts to a shape."""
     own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
     return len(own) == len(shape) and all(n in (1, want) for n, want in zip(own, shape, strict=True))
 
 
-def candidates_of(q: Tensor, k: Tensor, options: Options) -> Candidates:
-    """What each row may see."""
+def visible_keys(q: Tensor, k: Tensor, options: Options) -> VisibleKeys:
+    """The keys that each row may see."""
     (_, H, Q, _), (_, _, K, _) = q.shape, k.shape
     attended, positions = options.attended, options.positions(q, k)
     causal = Causal() if options.causal and positions is None else None
     sizes = Dense._sizes(Q, K)
-    found: list[Source] = []
+    sources: list[Source] = []
     if attended.data:
         if attended.geometry:
             walk = layout_from(list(attended.data), attended.geometry).rows
-            found.append(OfLayout(walk) if isinstance(walk, Walk) else OfLists(walk, H))
+            sources.append(LayoutSource(walk) if isinstance(walk, Walk) else ListSource(walk, H))
         else:
-            found.append(OfMask(attended.data[0], Q, K))
+            sources.append(MaskSource(attended.data[0], Q, K))
         if causal is not None:
-            found.append(OfPattern(causal, sizes))
+            sources.append(PatternSource(causal, sizes))
     else:
         pattern = pattern_of(attended.handle)
         if causal is not None:
             pattern = causal if isinstance(pattern, Dense) else And(pattern, causal)
         if not isinstance(pattern, Dense):
-            found.append(OfPattern(pattern, sizes))
+            sources.append(PatternSource(pattern, sizes))
     if positions is not None:
-        of_q, of_k = positions
-        found.append(OfPositions(of_q.expand(*of_q.shape[:-1], Q), of_k.expand(*of_k.shape[:-1], K)))
-    return Candidates(found, Q, K, q.device)
+        q_positions, k_positions = positions
+        sources.append(
+            PositionSource(
+                q_positions.expand(*q_positions.shape[:-1], Q), k_positions.expand(*k_positions.shape[:-1], K)
+            )
+        )
+    return VisibleKeys(sources, Q, K, q.device)
 
 
 def operands_of(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options) -> Operands:
     """The tensors of a checked call as it is computed."""
     scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
-    candidates = candidates_of(q, k, options)
-    return operands(q, k, v, alpha.detach().double(), scale, options.top_k, candidates, compute_dtype(q.dtype))
+    visible = visible_keys(q, k, options)
+    return operands(q, k, v, alpha.detach().double(), scale, options.top_k, visible, compute_dtype(q.dtype))

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from gossamer.entmax.chunks import Operands, chunks, row_alphas, row_numbers
 from gossamer.entmax.forward import bag, matrix, weights
-from gossamer.entmax.lists import Lists
+from gossamer.entmax.lists import PairLists
 from gossamer.entmax.thresholds import alpha_terms
 
 PAIRS_AT_ONCE = 2**16  # whose rows of dout and v are gathered together
 
 
-class Gradients(NamedTuple):
-    """In the type that the call is computed in; of q without the scale."""
+class EntmaxGradients(NamedTuple):
+    """The gradients of a call; of `Operands` in the type that these have, dq without the scale, dalpha in float64."""
 
-    dq: Tensor  # (U, R, Q, D)
-    dk: Tensor  # (B G, K, D)
-    dv: Tensor  # (B G, K, E)
-    dalpha: Tensor | None  # (H,) float64
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dalpha: Tensor | None  # (H,)
 
 
 def slopes(p: Tensor, a: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def slopes(p: Tensor, a: Tensor) -> Tensor:
     return torch.where(p > 0, p ** (1 - a), 0.0)
 
 
-def of_lists(o: Operands, lists: Lists, dout: Tensor, wants_alpha: bool) -> Gradients:
+def list_gradients(o: Operands, lists: PairLists, dout: Tensor, wants_alpha: bool) -> EntmaxGradients:
     """The gradients from the supports alone; sums are in the order of rows and of keys.
 
     Args:
@@ -45,7 +45,7 @@ def of_lists(o: Operands, lists: Lists, dout: Tensor, wants_alpha: bool) -> Grad
     q, dout = o.q.reshape(BG, rows, D), dout.reshape(BG, rows, E)
     every_a = o.a.reshape(BG, -1).repeat_interleave(Q, 1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(o.k), torch.empty_like(o.v)
-    of_rows = o.a.new_zeros(BG, rows)
+    alpha_terms_of_rows = o.a.new_zeros(BG, rows)
     bounds = lists.starts[::rows].tolist()
     for g in range(BG):
         first, last = bounds[g], bounds[g + 1]
@@ -61,13 +61,15 @@ def of_lists(o: Operands, lists: Lists, dout: Tensor, wants_alpha: bool) -> Grad
         dP -= (row_sums(u * dP, counts) / row_sums(u, counts))[row]
         dS = u * dP
         if wants_alpha:
-            of_rows[g] = row_sums((alpha_terms(p, a) * dP).double(), counts)
+            alpha_terms_of_rows[g] = row_sums((alpha_terms(p, a) * dP).double(), counts)
         dq[g] = bag(o.k[g], key, dS, counts)
         by_key = torch.sort(key, stable=True).indices
-        of_key, row = torch.bincount(key, minlength=K), row[by_key]
-        dk[g] = bag(q[g], row, dS[by_key], of_key)
-        dv[g] = bag(dout[g], row, p[by_key], of_key)
-    return Gradients(dq.view_as(o.q), dk, dv, of_rows.view(-1, o.heads, Q).sum((0, 2)) if wants_alpha else None)
+        key_counts, row = torch.bincount(key, minlength=K), row[by_key]
+        dk[g] = bag(q[g], row, dS[by_key], key_counts)
+        dv[g] = bag(dout[g], row, p[by_key], key_counts)
+    return EntmaxGradients(
+        dq.view_as(o.q), dk, dv, alpha_terms_of_rows.view(-1, o.heads, Q).sum((0, 2)) if wants_alpha else None
+    )
 
 
 def row_sums(x: Tensor, counts: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ def finite(x: Tensor) -> Tensor:
     return x if bool(torch.stack(torch.aminmax(x)).isfinite().all()) else x.nan_to_num(0.0, 0.0, 0.0)
 
 
-def of_normalisers(o: Operands, normaliser: Tensor, dout: Tensor, wants_alpha: bool) -> Gradients:
+def normaliser_gradients(o: Operands, normaliser: Tensor, dout: Tensor, wants_alpha: bool) -> EntmaxGradients:
     """The gradients by the scores again, from the normalisers (B H Q,) of the forward.
 
     Args:
@@ -94,19 +96,19 @@ def of_normalisers(o: Operands, normaliser: Tensor, dout: Tensor, wants_alpha: b
         w = weights(o, chunk, normaliser[number].double())
         p = matrix(chunk, w).view(n, -1, len(chunk.seen.keys))
         a = row_alphas(o, chunk).to(p.dtype).view(n, -1, 1)
-        of_out = dout[number].view(n, p.shape[1], -1)
+        chunk_dout = dout[number].view(n, p.shape[1], -1)
         k, v = o.keys_of(finite_k, chunk), o.keys_of(o.v, chunk)
         q = finite_q[chunk.first : chunk.last, :, chunk.start : chunk.stop]
-        dP = torch.matmul(of_out, v.mT)
+        dP = torch.matmul(chunk_dout, v.mT)
         u = slopes(p, a)
         dP -= (u * dP).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).masked_fill_((p == 0).all(-1, keepdim=True), 1.0)
         if wants_alpha:
-            of_heads = (alpha_terms(p, a) * dP).sum(-1, dtype=torch.float64).view(n * q.shape[1], -1).sum(1)
-            dalpha[chunk.first * q.shape[1] : chunk.last * q.shape[1]] += of_heads
+            head_sums = (alpha_terms(p, a) * dP).sum(-1, dtype=torch.float64).view(n * q.shape[1], -1).sum(1)
+            dalpha[chunk.first * q.shape[1] : chunk.last * q.shape[1]] += head_sums
         dS = dP.mul_(u)
         dq[chunk.first : chunk.last, :, chunk.start : chunk.stop] = torch.matmul(dS, k).view(q.shape)
         units = slice(chunk.first // o.group, (chunk.last - 1) // o.group + 1)
         keys = chunk.slice or chunk.seen.keys
         dk[units, keys] += torch.matmul(dS.mT, q.flatten(1, 2))
-        dv[units, keys] += torch.matmul(p.mT, of_out)
-    return Gradients(dq, dk, dv, dalpha.view(-1, o.heads).sum(0) if wants_alpha else None)
+        dv[units, keys] += torch.matmul(p.mT, chunk_dout)
+    return EntmaxGradients(dq, dk, dv, dalpha.view(-1, o.heads).sum(0) if wants_alpha else None)

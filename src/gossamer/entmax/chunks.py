@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.entmax.candidates import Candidates, Seen
+from gossamer.entmax.visible import Seen, VisibleKeys
 
-# Scores that are held together: 4 MiB in float32. What is made of them, in float64 where supports are large, takes up
+# Scores that are held together: 4 MiB in float32. Weights and their terms, in float64 for large supports, take up
 # to 150 bytes a score: a call needs at most about 150 MiB beyond its inputs, its results and what it saves.
 SCORES_AT_ONCE = 2**20
 
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     heads: int  # H
     group: int  # units that share a key head
     top_k: int | None
-    candidates: Candidates
+    visible: VisibleKeys
 
     def keys_of(self, x: Tensor, chunk: Chunk) -> Tensor:
         """The rows of k or v (B G, K, size) that a chunk sees: (n, keys, size)."""
@@ -55,32 +55,32 @@ class Chunk(NamedTuple):
 
 
 def operands(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, scale: float, top_k: int | None, candidates: Candidates,
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, scale: float, top_k: int | None, visible: VisibleKeys,
     wide: torch.dtype,
 ) -> Operands:  # fmt: skip
-    """Of q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E) and alpha (H,) float64.
+    """The operands of a call of q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E) and alpha (H,) float64.
 
     Args:
         wide: the type that the call is computed in.
     """
     (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
-    R = H // G if candidates.shared else 1
+    R = H // G if visible.shared else 1
     a = (alpha - 1).expand(B, H).reshape(B * H // R, R)
     least, most = (float(x) for x in torch.aminmax(alpha - 1))
-    of_keys, of_values = (x.to(wide).reshape(B * G, K, x.shape[3]).contiguous() for x in (k, v))
+    wide_k, wide_v = (x.to(wide).reshape(B * G, K, x.shape[3]).contiguous() for x in (k, v))
     return Operands(
-        (q.to(wide) * scale).reshape(B * H // R, R, Q, D), of_keys, of_values, a, least if least == most else None, H,
-        H // G // R, top_k, candidates,
+        (q.to(wide) * scale).reshape(B * H // R, R, Q, D), wide_k, wide_v, a, least if least == most else None, H,
+        H // G // R, top_k, visible,
     )  # fmt: skip
 
 
 def chunks(o: Operands) -> Iterator[Chunk]:
-    """All rows that see a key, once each."""
+    """Chunks that hold each row which sees a key exactly once."""
     U, R, Q, _ = o.q.shape
-    for start in range(0, Q, o.candidates.block):
-        stop = min(Q, start + o.candidates.block)
-        for unit in range(1 if o.candidates.shared else U):
-            keys, mask = o.candidates.seen(unit // o.heads, unit % o.heads, start, stop)
+    for start in range(0, Q, o.visible.block):
+        stop = min(Q, start + o.visible.block)
+        for unit in range(1 if o.visible.shared else U):
+            keys, mask = o.visible.seen(unit // o.heads, unit % o.heads, start, stop)
             if not len(keys):
                 continue
             rows = max(1, min(stop - start, SCORES_AT_ONCE // (R * len(keys))))
@@ -88,7 +88,7 @@ def chunks(o: Operands) -> Iterator[Chunk]:
             for at in range(start, stop, rows):
                 end = min(stop, at + rows)
                 seen = Seen(keys, None if mask is None else mask[at - start : end - start])
-                if not o.candidates.shared:
+                if not o.visible.shared:
                     yield Chunk(unit, unit + 1, at, end, seen)
                     continue
                 for first in range(0, U, many):

@@ -1,4 +1,4 @@
-"""How `entmax_attention` computes a call, how often it passes over the scores, and how large the supports are."""
+"""`explain_entmax`: the way a call is computed, its passes over the scores, and the sizes of its supports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOT_CHECKED = 'by default for a number as alpha, in 16 bits, on sm_90; implement
 
 @dataclass(frozen=True)
 class EntmaxExplanation:
-    """What a call of `entmax_attention` does."""
+    """The way a call of `entmax_attention` is computed, as a table."""
 
     problem: str
     weights: str  # the function of the scores
@@ -40,7 +40,7 @@ class EntmaxExplanation:
     mean_support: float  # keys with a weight, of a row
     largest_support: int
     certified: float  # the part of the rows whose weights are the entmax of all of their keys
-    unlisted: int  # rows whose supports are longer than a list; kernels give up some with shorter ones as well
+    unlisted: int  # rows whose supports are longer than a list; kernels have no list for some shorter ones either
     saved_bytes: int  # for the backward, beside the inputs
 
     def rows(self) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ def explain_entmax(
     save: Save = "lists",
     implementation: Way | None = None,
 ) -> EntmaxExplanation:
-    """How a call of `entmax_attention` is computed, and its supports: these are of the scores, so that it runs once.
+    """The way a call of `entmax_attention` is computed, and the sizes of its supports, for which the call runs once.
 
     Args:
         q: and all others as for `entmax_attention`.
@@ -103,30 +103,30 @@ def explain_entmax(
         raise ValueError(f"q must hold numbers, of which the supports are; got {describe(call.q)}")
     taken = by_kernels(call.q, call.k, call.v, call.number, call.options)
     with torch.no_grad():
-        found = results(call.q, call.k, call.v, call.alpha, call.number, call.options, listed=False).results
-    support = found.support.long()
+        row_results = results(call.q, call.k, call.v, call.alpha, call.number, call.options, listed=False).results
+    support = row_results.support.long()
     (B, H, Q, D), (_, G, K, _), E = call.q.shape, call.k.shape, call.v.shape[3]
     rows, pairs = B * H * Q, int(support.sum())
     unlisted = 0
     forward, backward = "one pass over the scores", "none where supports are saved, else one"
-    saved = rows * found.normaliser.element_size()
+    saved = rows * row_results.normaliser.element_size()
     if taken:
-        from gossamer.entmax.launch.selection import Triton, sample_stride, selecting
+        from gossamer.entmax.launch.selection import Triton, sample_stride, support_kernel
 
-        of_kernels = kernel_call(call.q, call.k, call.v, call.alpha, call.number, call.options)
-        way = selecting(of_kernels, only_keys=False)
+        kernel_arguments = kernel_call(call.q, call.k, call.v, call.alpha, call.number, call.options)
+        way = support_kernel(kernel_arguments, only_keys=False)
         if top_k is None:
-            unlisted = int((support > of_kernels.listed).sum())
-        stride = sample_stride(of_kernels)
+            unlisted = int((support > kernel_arguments.listed).sum())
+        stride = sample_stride(kernel_arguments)
         forward = (
             "Triton kernels, two passes over the scores" if isinstance(way, Triton)
             else "a Hopper kernel, two passes over the scores" if stride == 1
             else f"a Hopper kernel, one pass over the scores after one over 1/{stride} of them"
         )  # fmt: skip
         if save == "lists":
-            saved += rows * (8 * of_kernels.listed + 4)
+            saved += rows * (8 * kernel_arguments.listed + 4)
     elif save == "lists" and pairs <= MEAN_LISTED * rows:
-        saved = pairs * (4 + found.normaliser.element_size()) + 8 * (rows + 1)
+        saved = pairs * (4 + row_results.normaliser.element_size()) + 8 * (rows + 1)
     return EntmaxExplanation(
         problem=f"B={B} H={H} G={G} Q={Q} K={K} D={D} E={E} {dtype_of(call.q)} {call.q.device}",
         weights=_weights(call.number, call.options),
@@ -136,7 +136,7 @@ def explain_entmax(
         backward=backward,
         mean_support=pairs / max(rows, 1),
         largest_support=int(support.max()) if rows else 0,
-        certified=float(found.certified.double().mean()) if rows else 1.0,
+        certified=float(row_results.certified.double().mean()) if rows else 1.0,
         unlisted=unlisted,
         saved_bytes=saved,
     )

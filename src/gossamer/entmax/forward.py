@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.entmax.chunks import Chunk, Operands, chunks, row_alphas, row_numbers, scores
-from gossamer.entmax.lists import Collector, Lists
+from gossamer.entmax.lists import Collector, PairLists
 from gossamer.entmax.selection import Picked, largest, supports
 from gossamer.entmax.thresholds import cut, normalised
 
@@ -27,20 +27,20 @@ class Weights(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward gives."""
+    """The results of a forward."""
 
     out: Tensor  # (B H Q, E), in the type that the call is computed in
     normaliser: Tensor  # (B H Q,) in that type, inf in rows that see nothing
     support: Tensor  # (B H Q,) int32
     certified: Tensor  # (B H Q,) bool
-    lists: Lists | None
+    lists: PairLists | None
 
 
 def weights(o: Operands, chunk: Chunk, start: Tensor | None = None) -> Weights:
-    """The weights of the rows of a chunk. Normalisers are found in float64: what is rounded are scores and weights.
+    """The weights of the rows of a chunk. Normalisers are computed in float64; scores and weights alone are rounded.
 
     Args:
-        start: (m,) normalisers that were found before, from which to begin.
+        start: (m,) the normalisers to begin from, of an earlier pass.
     """
     s = scores(o, chunk).flatten(0, 2)
     a = row_alphas(o, chunk)
@@ -59,10 +59,10 @@ def certificate(picked: Picked, normaliser: Tensor, a: Tensor) -> Tensor:
 
 
 def forward(o: Operands, most_pairs: int) -> Forward:
-    """Everything of a call.
+    """The forward of a call.
 
     Args:
-        most_pairs: lists of up to so many pairs are kept for the backward; 0 for none.
+        most_pairs: the most pairs whose lists are saved for the backward; 0 for none.
     """
     U, R, Q, _ = o.q.shape
     rows, E = U * R * Q, o.v.shape[2]
@@ -76,21 +76,21 @@ def forward(o: Operands, most_pairs: int) -> Forward:
         counts = torch.count_nonzero(w.p, dim=1)  # NaN is a weight
         pairs = int(counts.sum())
         if pairs > DENSE * len(number) * len(chunk.seen.keys):
-            of_rows = dense_product(o, chunk, w)
+            chunk_out = dense_product(o, chunk, w)
             if collector.takes(pairs):
                 collector.add(number, counts, chunk.seen.keys, *listed(w))
         else:
             column, values = listed(w)
-            of_rows = listed_product(o, chunk, column, values, counts)
+            chunk_out = listed_product(o, chunk, column, values, counts)
             if collector.takes(pairs):
                 collector.add(number, counts, chunk.seen.keys, column, values)
-        out[number], normaliser[number] = of_rows, w.normaliser.to(out.dtype)
+        out[number], normaliser[number] = chunk_out, w.normaliser.to(out.dtype)
         support[number], certified[number] = counts.to(torch.int32), w.certified
     return Forward(out, normaliser, support, certified, collector.lists())
 
 
 def listed(w: Weights) -> tuple[Tensor, Tensor]:
-    """Of the pairs with a weight, row by row: which of the chunk's keys, and the weight."""
+    """(column, weight) of the pairs with a weight, row by row; columns count the chunk's keys."""
     place = (w.p != 0).view(-1).nonzero().squeeze(1)
     column = place % w.p.shape[1] if w.columns is None else w.columns.reshape(-1)[place]
     return column, w.p.reshape(-1)[place]
@@ -115,8 +115,8 @@ def listed_product(o: Operands, chunk: Chunk, column: Tensor, values: Tensor, co
     B_G, K, E = o.v.shape
     per_unit = len(counts) // (chunk.last - chunk.first)
     unit = torch.arange(chunk.first, chunk.last, device=column.device) // o.group
-    of_pair = (unit * K).repeat_interleave(per_unit).repeat_interleave(counts)
-    return bag(o.v.view(B_G * K, E), chunk.seen.keys[column] + of_pair, values, counts)
+    key_offsets = (unit * K).repeat_interleave(per_unit).repeat_interleave(counts)
+    return bag(o.v.view(B_G * K, E), chunk.seen.keys[column] + key_offsets, values, counts)
 
 
 def bag(x: Tensor, index: Tensor, values: Tensor, counts: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Lists(NamedTuple):
+class PairLists(NamedTuple):
     """Row r has the pairs [starts[r], starts[r + 1])."""
 
     starts: Tensor  # (rows + 1,) int64, rows counted over (B, H, Q)
@@ -17,11 +17,11 @@ class Lists(NamedTuple):
 
 
 class RowLists(NamedTuple):
-    """The same as the kernels write it: L places for each row, of which the first few are used."""
+    """The supports of rows as kernels write them: L places for each row, of which the first `counts` are used."""
 
     keys: Tensor  # (rows, L) int32
     weights: Tensor  # (rows, L) float32
-    counts: Tensor  # (B, H, Q) int32; -1 of a row whose support is larger than a list
+    counts: Tensor  # (B, H, Q) int32; -1 where a row has no list, since its support is larger
 
 
 class Collector:
@@ -33,7 +33,7 @@ class Collector:
         self.given_up = most_pairs == 0
 
     def takes(self, pairs: int) -> bool:
-        """Whether there is room for so many more; if not, all are given up."""
+        """Whether so many more pairs fit; where they do not, all lists are dropped."""
         self.left -= pairs
         if self.left < 0:
             self.given_up, self.parts = True, []
@@ -45,22 +45,22 @@ class Collector:
         Args:
             rows: (m,) which rows.
             counts: (m,) how many pairs each has.
-            keys: of which `column` says which one a pair has.
+            keys: the chunk's keys; `column` says which of them a pair has.
         """
         self.parts.append((rows, counts, keys[column].to(torch.int32), weights))
 
-    def lists(self) -> Lists | None:
-        """All pairs, rows in order; None where there were too many."""
+    def lists(self) -> PairLists | None:
+        """The lists of all pairs, rows in order; None where there were too many."""
         if self.given_up or not self.parts:
             return None
         rows, counts, keys, weights = (torch.cat(part) for part in zip(*self.parts, strict=True))
         self.parts = []
-        of_row = counts.new_zeros(self.rows + 1)
-        of_row[rows + 1] = counts
-        starts = of_row.cumsum(0)
+        row_counts = counts.new_zeros(self.rows + 1)
+        row_counts[rows + 1] = counts
+        starts = row_counts.cumsum(0)
         # Where each pair goes: the start of its row, and its place in it.
         place = (starts[rows] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
         place += torch.arange(len(place), device=place.device)
-        in_order, of_pair = torch.empty_like(keys), torch.empty_like(weights)
-        in_order[place], of_pair[place] = keys, weights
-        return Lists(starts, in_order, of_pair)
+        ordered_keys, ordered_weights = torch.empty_like(keys), torch.empty_like(weights)
+        ordered_keys[place], ordered_weights[place] = keys, weights
+        return PairLists(starts, ordered_keys, ordered_weights)

@@ -1,6 +1,6 @@
 """The operators that a compiled function sees: opaque, of fixed shapes, with a gradient that streams the scores again.
 
-What is attended enters as for `attention`: as tensors, or as the handle of a pattern.
+A mask or a layout enters as tensors and a pattern as its handle, as for `attention`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ library.define(
 library.define(f"topk_keys(Tensor q, Tensor k, {_OPTIONS}) -> Tensor")
 
 
-def rest_of(found: Given) -> tuple[Any, ...]:
-    """All but q, k and v, in the order of the operators."""
-    t, *more = found.options
-    return found.alpha, list(t.data), list(t.geometry), t.handle, *more
+def rest_of(call: Given) -> tuple[Any, ...]:
+    """The arguments of an operator behind q, k and v."""
+    t, *more = call.options
+    return call.alpha, list(t.data), list(t.geometry), t.handle, *more
 
 
 def _options(layout: list[Tensor], geometry: list[int], pattern: int, *more: Any) -> Options:
@@ -94,21 +94,21 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, alpha, layout, geometry, pattern, of_q, of_k, *more = inputs
+    q, k, v, alpha, layout, geometry, pattern, q_positions, k_positions, *more = inputs
     _, normaliser, *_ = output
-    ctx.save_for_backward(normaliser, q, k, v, alpha, of_q, of_k, *layout)
+    ctx.save_for_backward(normaliser, q, k, v, alpha, q_positions, k_positions, *layout)
     ctx.rest = geometry, pattern, more
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *constant: Tensor | None) -> tuple[Any, ...]:
-    normaliser, q, k, v, alpha, of_q, of_k, *layout = ctx.saved_tensors
+    normaliser, q, k, v, alpha, q_positions, k_positions, *layout = ctx.saved_tensors
     geometry, pattern, more = ctx.rest
     if dout is None:
         dout = q.new_zeros((*q.shape[:3], v.shape[3]))
     backward = torch.ops.gossamer.entmax_backward.default
-    found = backward(dout, normaliser, q, k, v, alpha, layout, geometry, pattern, of_q, of_k, *more)
+    gradients = backward(dout, normaliser, q, k, v, alpha, layout, geometry, pattern, q_positions, k_positions, *more)
     # torch takes an empty list for one of tensors, whose gradient is a list.
-    return *found, [None] * len(layout), None if geometry else [], None, None, None, *(None for _ in more)
+    return *gradients, [None] * len(layout), None if geometry else [], None, None, None, *(None for _ in more)
 
 
 library.impl("entmax_forward", _forward, "CompositeExplicitAutograd")

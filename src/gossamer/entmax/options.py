@@ -1,4 +1,4 @@
-"""What a call of `entmax_attention` or `topk_keys` is, beside its tensors q, k, v and alpha."""
+"""The options of a call of `entmax_attention` or `topk_keys`: all but its tensors q, k, v and alpha."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 from gossamer.torch.request import ResolvedPattern
 
 IMPLEMENTATIONS = ("kernels", "torch")
+MOST_LISTED = 96  # keys of a row that kernels keep as a list, where top_k does not say how many
 
 
 class Positions(NamedTuple):
-    """A query sees the keys whose positions are not over its own; of fewer dimensions than heads where they share."""
+    """A query sees the keys whose positions are at most its own; they broadcast to batch elements and heads."""
 
-    of_q: Tensor
-    of_k: Tensor
+    q: Tensor
+    k: Tensor
 
 
 class Options(NamedTuple):
-    """What a call is, beside q, k, v and alpha."""
+    """The options of a call: all but q, k, v and alpha."""
 
     attended: ResolvedPattern
     q_positions: Tensor | None
@@ -32,24 +33,24 @@ class Options(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that say what a row may see."""
+        """The tensors that say which keys a row may see."""
         return self.q_positions, self.k_positions, *self.attended.data
 
     def over(self, q_positions: Tensor | None, k_positions: Tensor | None, *data: Tensor) -> Options:
-        """The same call by other `tensors`."""
+        """The same options with other `tensors`."""
         attended = self.attended._replace(data=data)
         return self._replace(attended=attended, q_positions=q_positions, k_positions=k_positions)
 
     def positions(self, q: Tensor, k: Tensor) -> Positions | None:
-        """Those of q (B, H, Q, D) and k (B, G, K, D), which broadcast to query heads; None where none are given."""
-        of_q, of_k = self.q_positions, self.k_positions
-        if of_q is None and of_k is None:
+        """The positions of q (B, H, Q, D) and k (B, G, K, D), broadcast to query heads; None where none are given."""
+        q_positions, k_positions = self.q_positions, self.k_positions
+        if q_positions is None and k_positions is None:
             return None
         (_, H, Q, _), (_, G, K, _) = q.shape, k.shape
-        if of_q is None:
-            of_q = torch.arange(K - Q, K, device=q.device)
-        if of_k is None:
-            of_k = torch.arange(K, device=q.device)
-        if of_k.ndim > 1 and of_k.shape[-2] == G != H and G > 1:
-            of_k = of_k.repeat_interleave(H // G, -2)
-        return Positions(of_q, of_k)
+        if q_positions is None:
+            q_positions = torch.arange(K - Q, K, device=q.device)
+        if k_positions is None:
+            k_positions = torch.arange(K, device=q.device)
+        if k_positions.ndim > 1 and k_positions.shape[-2] == G != H and G > 1:
+            k_positions = k_positions.repeat_interleave(H // G, -2)
+        return Positions(q_positions, k_positions)

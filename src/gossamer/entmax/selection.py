@@ -1,7 +1,7 @@
-"""Which scores of a row matter: those that may be in its support, or its k largest, of all that it sees.
+"""The scores of a row that may be in its support, or are its k largest.
 
-A lower bound comes from the largest score of each of a few groups of keys, which is a part of the row; what lies under
-it is dropped before anything is computed of it.
+A lower bound comes from the largest score of each of a few groups of keys: scores under it
+are dropped before anything is computed of them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from gossamer.entmax.thresholds import cut, lower_bound
 
 GROUPS = 64  # of keys, for the bound of a support
 BOUND_STEPS = 3
-# A row of which more than this share is left is computed whole.
+# Rows that keep a larger share of their scores are computed whole.
 SPARSE = 0.25
 
 
 class Picked(NamedTuple):
     """Some scores of each row, in the order of its keys or, of the k largest, from the largest down."""
 
-    s: Tensor  # (m, c); -inf is none
-    columns: Tensor | None  # (m, c) int64, any number where there is none; None for all, in order
+    s: Tensor  # (m, c); -inf stands for no score
+    columns: Tensor | None  # (m, c) int64, any number beside -inf; None for all keys in order
     after: Tensor | None = None  # (m,) the largest score that `largest` left out; -inf where it left out none
-    under: Tensor | None = None  # (m,) a number under the normaliser
+    under: Tensor | None = None  # (m,) a lower bound of the normaliser
 
 
 def supports(s: Tensor, a: Tensor, same: float | None) -> Picked:
-    """Scores (m, n) of which the rest surely has no weight in alpha-entmax.
+    """The scores (m, n) that may have a weight in alpha-entmax; no other has one.
 
     Args:
         a: (m,), alpha - 1 of each row, in the dtype of s.
-        same: that of all rows, where they have one.
+        same: alpha - 1 of all rows, where they share it.
     """
     n = s.shape[1]
     if n < 4 * GROUPS or same == 0.0:
@@ -51,9 +51,9 @@ def largest(s: Tensor, k: int) -> Picked:
     groups = max(GROUPS, 4 * (k + 1))
     if n >= 4 * groups:
         maxima = group_maxima(s, groups)
-        bound = torch.topk(maxima, k + 1, dim=1).values[:, k]  # k + 1 scores, of different groups, are not under it
+        bound = torch.topk(maxima, k + 1, dim=1).values[:, k]  # at least k + 1 scores reach it, one of each group
         picked = above(s, torch.nextafter(bound, torch.full_like(bound, -torch.inf)))
-    # Of NaN, which sorts first, the row is told by its sum.
+    # NaN sorts first; the sum of the row shows it.
     values, order = torch.sort(picked.s, dim=1, descending=True, stable=True)
     columns = order[:, :k] if picked.columns is None else torch.gather(picked.columns, 1, order[:, :k])
     after = values[:, k] if values.shape[1] > k else s.new_full((len(s),), -torch.inf)
@@ -64,17 +64,17 @@ def group_maxima(s: Tensor, groups: int) -> Tensor:
     """(m, groups): the largest score of keys g, g + groups, g + 2 groups, ... of each row (m, n)."""
     m, n = s.shape
     each = n // groups
-    found = s[:, : each * groups].reshape(m, each, groups).amax(1)
+    maxima = s[:, : each * groups].reshape(m, each, groups).amax(1)
     rest = n - each * groups
     if rest:
-        torch.maximum(found[:, :rest], s[:, each * groups :], out=found[:, :rest])
-    return found
+        torch.maximum(maxima[:, :rest], s[:, each * groups :], out=maxima[:, :rest])
+    return maxima
 
 
 def above(s: Tensor, bound: Tensor) -> Picked:
     """The scores (m, n) over their row's bound, in order; all of them where these are not few."""
     m, n = s.shape
-    bound = torch.where(bound < torch.inf, bound, -torch.inf)  # NaN: what it came from is kept
+    bound = torch.where(bound < torch.inf, bound, -torch.inf)  # a bound of NaN drops nothing
     where = torch.logical_not(s <= bound[:, None]).view(-1).nonzero().squeeze(1)
     if len(where) > SPARSE * m * n:
         return Picked(s, None)

@@ -18,7 +18,7 @@ def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
     B, H, Q, _ = q.shape
     K = k.shape[2]
     if by_kernels(q, k, k, None, options) and 0 not in q.shape and K:
-        return of_kernels(q, k, options)
+        return keys_by_kernels(q, k, options)
     assert options.top_k is not None
     keys = torch.full((B * H * Q, options.top_k), -1, dtype=torch.int32, device=q.device)
     if 0 in q.shape or K == 0:
@@ -28,14 +28,14 @@ def keys_of_rows(q: Tensor, k: Tensor, options: Options) -> Tensor:
         for chunk in chunks(o):
             picked = largest(scores(o, chunk).flatten(0, 2), options.top_k)
             assert picked.columns is not None
-            # Where there is none, a key behind all of them, so that it comes last.
+            # K stands for no key, and sorts last.
             kept = torch.where(picked.s == -torch.inf, K, chunk.seen.keys[picked.columns]).sort(1).values
             keys[row_numbers(o, chunk), : kept.shape[1]] = torch.where(kept == K, -1, kept).to(torch.int32)
     return keys.view(B, H, Q, -1)
 
 
-def of_kernels(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """`keys_of_rows` by the kernels."""
+def keys_by_kernels(q: Tensor, k: Tensor, options: Options) -> Tensor:
+    """The keys of each row, by the kernels."""
     from gossamer.entmax.launch import forward as launch
 
     with torch.no_grad(), uncast(q.device):

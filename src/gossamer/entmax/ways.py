@@ -1,4 +1,4 @@
-"""Which way a call is computed: by kernels, or by operations of torch, and why.
+"""The way a call is computed, by kernels or by operations of torch, and the reasons.
 
 By default kernels compute the calls that were checked on a GPU (`checked`), as far as they take them, and read nothing
 back. `implementation="kernels"` computes all that the kernels take.
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.entmax.options import MOST_LISTED
 from gossamer.kernels.packages import has_triton
 from gossamer.patterns import Causal, Dense, Pattern
 from gossamer.patterns.base import Intervals
@@ -22,40 +23,39 @@ from gossamer.patterns.handles import pattern_of
 from gossamer.plan.problem import Unsupported
 
 if TYPE_CHECKING:
-    from gossamer.entmax.launch.calls import Call
+    from gossamer.entmax.launch.calls import KernelCall
     from gossamer.entmax.options import Options
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
 LARGEST_HEAD = 256
 MOST_KEPT = 256
 MOST_PAIRS = 2**31 - 2**20  # of all lists: the name of a pair is an int32
-MOST_LISTED = 96
 
 
 def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
-    """Why the kernels do not take a call; nothing if they do. Values are not looked at."""
-    found = []
+    """The reasons for which kernels do not take a call, from shapes and options alone; none if they take it."""
+    refusals = []
     device, interpreting = q.device.type, os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not (interpreting and device == "cpu"):
-        found.append(f"tensors are on {device}, the kernels run on cuda")
+        refusals.append(f"tensors are on {device}, the kernels run on cuda")
     elif not has_triton():
-        found.append("triton is not installed")
+        refusals.append("triton is not installed")
     elif device == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
-        found.append("the kernels need compute capability 8.0 or later")
+        refusals.append("the kernels need compute capability 8.0 or later")
     dtype = str(q.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        found.append(f"q, k and v are {dtype}, the kernels take {', '.join(sorted(DTYPES))}")
+        refusals.append(f"q, k and v are {dtype}, the kernels take {', '.join(sorted(DTYPES))}")
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
-        found.append(f"heads of {q.shape[3]} and {v.shape[3]}, the kernels take up to {LARGEST_HEAD}")
+        refusals.append(f"heads of {q.shape[3]} and {v.shape[3]}, the kernels take up to {LARGEST_HEAD}")
     if options.top_k is not None and options.top_k > MOST_KEPT:
-        found.append(f"{options.top_k} keys of a row, the kernels keep up to {MOST_KEPT}")
+        refusals.append(f"{options.top_k} keys of a row, the kernels keep up to {MOST_KEPT}")
     if q.shape[0] * q.shape[1] * q.shape[2] * (options.top_k or MOST_LISTED) > MOST_PAIRS:
-        found.append(f"more than {MOST_PAIRS} pairs in the lists of all rows")
+        refusals.append(f"more than {MOST_PAIRS} pairs in the lists of all rows")
     if options.attended.data:
-        found.append("a mask, a layout or a structure made on the device; the kernels take patterns and positions")
+        refusals.append("a mask, a layout or a structure made on the device; the kernels take patterns and positions")
     elif interval_pattern(options, q.shape[2], k.shape[2]) is None:
-        found.append("a pattern whose rows do not each keep one run of keys, shared by all heads")
-    return found
+        refusals.append("a pattern whose rows do not each keep one run of keys, shared by all heads")
+    return refusals
 
 
 def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: Options) -> bool:
@@ -69,14 +69,14 @@ def by_kernels(q: Tensor, k: Tensor, v: Tensor, number: float | None, options: O
     """
     if options.implementation == "torch" or (options.implementation is None and not checked(q, number)):
         return False
-    found = reasons(q, k, v, options)
-    if found and options.implementation == "kernels":
-        raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(found))
-    return not found
+    refusals = reasons(q, k, v, options)
+    if refusals and options.implementation == "kernels":
+        raise Unsupported('implementation="kernels" does not take this call: ' + "; ".join(refusals))
+    return not refusals
 
 
 def checked(q: Tensor, number: float | None) -> bool:
-    """Whether a call is of the kind whose kernels were checked on a GPU: alpha given as a number, in 16 bits."""
+    """Whether the kernels were checked on a GPU for such a call: alpha given as a number, in 16 bits, on sm_90."""
     if not q.is_cuda or number is None or q.element_size() != 2:
         return False
     return torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -113,7 +113,7 @@ def _run(pattern: Pattern, causal: bool, Q: int, K: int) -> Run | None:
 
 @lru_cache(64)
 def _on_device(pattern: Pattern, causal: bool, Q: int, K: int, device: torch.device) -> tuple[Tensor, ...]:
-    """lo and hi (Q,) int32 of the rows."""
+    """lo and hi (Q,) int32: each row sees the keys [lo, hi)."""
     run = _run(pattern, causal, Q, K)
     assert run is not None and run.intervals is not None
     return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device) for x in run.intervals)
@@ -121,32 +121,35 @@ def _on_device(pattern: Pattern, causal: bool, Q: int, K: int, device: torch.dev
 
 def kernel_call(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options
-) -> Call:  # fmt: skip
-    """A call that the kernels take, as they take it.
+) -> KernelCall:  # fmt: skip
+    """The arguments of the kernels for a call that they take.
 
     Args:
         alpha: (H,), of any float type. Rows of a head whose alpha is outside [1, 2] become NaN.
-        number: that of all heads, where it was given as a number.
+        number: alpha of all heads, where it was given as a number.
     """
-    from gossamer.entmax.launch.calls import Call
+    from gossamer.entmax.launch.calls import KernelCall
 
     (B, H, Q, D), (_, _, K, _) = q.shape, k.shape
     run = interval_pattern(options, Q, K)
     assert run is not None
-    lo = hi = of_q = of_k = None
+    lo = hi = q_positions = k_positions = None
     positions = options.positions(q, k)
     if run.intervals is not None:
         causal = options.causal and positions is None
         lo, hi = _on_device(pattern_of(options.attended.handle), causal, Q, K, q.device)
     if positions is not None:
-        of_q, of_k = positions.of_q.to(torch.int64).expand(B, H, Q), positions.of_k.to(torch.int64).expand(B, H, K)
+        q_positions, k_positions = (
+            positions.q.to(torch.int64).expand(B, H, Q),
+            positions.k.to(torch.int64).expand(B, H, K),
+        )
     steepness = (alpha.detach().double() - 1).float()
     if number is None:
         steepness = steepness.where((steepness >= 0) & (steepness <= 1), torch.nan)
-    return Call(
+    return KernelCall(
         readable(q), readable(k), readable(v), steepness.contiguous(), None if number is None else number - 1,
         D**-0.5 if options.scale is None else float(options.scale), options.top_k,
-        ("every", "causal", "intervals").index(run.kind), K - Q, lo, hi, of_q, of_k,
+        ("every", "causal", "intervals").index(run.kind), K - Q, lo, hi, q_positions, k_positions,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def _kind(name: str) -> Kernel:
     return Kernel(f"gossamer.entmax.hopper.entries:{name}", SOURCES)
 
 
-select = _kind("select")
-tiled = _kind("tiled")
-tiled_columns = _kind("tiled_columns")
+support_lists = _kind("support_lists")
+long_rows = _kind("long_rows")
+long_rows_columns = _kind("long_rows_columns")
 column_lists = _kind("column_lists")

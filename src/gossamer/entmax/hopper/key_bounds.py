@@ -1,4 +1,4 @@
-"""Which keys the rows of a call see, as kernels are compiled for it."""
+"""The forms of visible keys that kernels are compiled for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows without a list: which they are, and the kernels that pass over all of their scores.
+"""Rows without a list, and the kernels that pass over all of their scores.
 
-Of the k largest these make lists after all (`large.py`, by groups of neighbouring rows); without `top_k` they are
-computed by tiles of any rows (`tiled.py`, `tiled_backward.py`).
+With `top_k` these make lists after all (`large.py`, by groups of neighbouring rows); without it the rows are
+computed by tiles of any rows (`long_rows.py`, `long_rows_backward.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import triton
 from torch import Tensor
 
 from gossamer.entmax.hopper.key_bounds import Bounds
-from gossamer.entmax.hopper.long_rows.configurations import tiled_columns_config, tiled_config
+from gossamer.entmax.hopper.long_rows.configurations import long_rows_columns_config, long_rows_config
 from gossamer.entmax.launch.calls import (
     BOUNDS,
-    Call,
-    Listed,
+    KernelCall,
     Stats,
     for_hopper,
     intervals,
@@ -26,6 +25,7 @@ from gossamer.entmax.launch.calls import (
     strides,
     value_of,
 )
+from gossamer.entmax.lists import RowLists
 from gossamer.entmax.triton.large import large_kernel, list_groups_kernel
 from gossamer.entmax.triton.tiled import tiled_kernel
 from gossamer.entmax.triton.tiled_backward import tiled_columns_kernel, tiled_dq_kernel
@@ -35,10 +35,10 @@ from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.relaunch import padded
 
 GROUP_ROWS = 64
-FEW = 2  # tiles of 64 rows to a multiprocessor, up to which its warpgroups share the keys of one
+FEW = 2  # up to so many tiles of 64 rows a multiprocessor the warpgroups of a block share the keys of one
 
 
-class Rows(NamedTuple):
+class OverflowRows(NamedTuple):
     """The rows of each head that have no list, ascending."""
 
     list: Tensor  # (B H, Q) int32
@@ -46,20 +46,20 @@ class Rows(NamedTuple):
     drawn: Tensor  # (2,) int32: 0, which Hopper kernels count their tiles with
 
 
-def rows_of(c: Call, lists: Listed) -> Rows:
-    """By the counts as they are."""
+def rows_of(c: KernelCall, lists: RowLists) -> OverflowRows:
+    """The rows whose count is -1."""
     B, H, Q, _ = c.q.shape
-    found = Rows(
+    rows = OverflowRows(
         torch.empty(B * H, Q, dtype=torch.int32, device=c.q.device),
         torch.empty(B * H, dtype=torch.int32, device=c.q.device),
         torch.empty(2, dtype=torch.int32, device=c.q.device),
     )
-    list_rows_kernel[(B * H,)](lists.counts, *found, Q, STEP=4096, num_warps=8)
-    return found
+    list_rows_kernel[(B * H,)](lists.counts, *rows, Q, STEP=4096, num_warps=8)
+    return rows
 
 
-def common(c: Call) -> dict[str, Any]:
-    """What all kernels here are compiled for."""
+def common(c: KernelCall) -> dict[str, Any]:
+    """The constants that all kernels here are compiled with."""
     D, E = c.q.shape[3], c.v.shape[3]
     return {
         "D": D, "E": E, "BLOCK_D": padded(D), "BLOCK_E": padded(E), "GROUP": c.group, "BOUNDS": c.bounds,
@@ -68,7 +68,7 @@ def common(c: Call) -> dict[str, Any]:
 
 
 def large(
-    c: Call, stats: Stats, lists: Listed, first_head: int, heads: int, first_listed: int, only_keys: bool
+    c: KernelCall, stats: Stats, lists: RowLists, first_head: int, heads: int, first_listed: int, only_keys: bool
 ) -> None:
     """The lists of the k largest of the rows of some heads that have none."""
     (B, H, Q, D), K = c.q.shape, c.k.shape[2]
@@ -82,12 +82,12 @@ def large(
     large_kernel[(n, heads)](
         c.q, c.k, c.steepness, *seen_by(c), groups, counts, lists.counts, stats.lam, stats.support, stats.certified,
         lists.keys, lists.weights, *strides(c.q, c.k, c.q_positions, c.k_positions), first_head, H, Q, K, c.offset,
-        c.top_k, first_listed, c.scale, L=c.listed, KEYS=only_keys, TOLD=stats.told, R=GROUP_ROWS,
+        c.top_k, first_listed, c.scale, L=c.listed, KEYS=only_keys, TOLD=stats.requested, R=GROUP_ROWS,
         STEP=64 if small else 32, A=value_of(c.same), **options, num_warps=4, num_stages=2 if small else 1,
     )  # fmt: skip
 
 
-def power_of(c: Call) -> float:
+def power_of(c: KernelCall) -> float:
     """alpha - 1 as the kernels of tiles are compiled for it."""
     if c.same in (0.0, 0.25, 0.5, 1.0):
         return c.same
@@ -95,8 +95,8 @@ def power_of(c: Call) -> float:
     return FAST.value if known else -1.0
 
 
-def nearness(c: Call) -> float:
-    """How near to 0 the logarithm of a sum of weights is brought before its last step, which about squares it.
+def nearness(c: KernelCall) -> float:
+    """The bound of |log(sum of weights)| before the last step, which about squares it.
 
     Half of the error of a type is left; where alpha is near 2, and weights may leave the support at once, a step gains
     less.
@@ -109,8 +109,8 @@ def nearness(c: Call) -> float:
     return 2e-4 if half else 5e-6
 
 
-class Sizes(NamedTuple):
-    """Those of the tiles of a kernel."""
+class TileSizes(NamedTuple):
+    """The tile of a kernel, and how it is launched."""
 
     rows: int
     keys: int
@@ -118,44 +118,44 @@ class Sizes(NamedTuple):
     num_stages: int
 
 
-def sizes(c: Call, kernel: str) -> Sizes:
-    """Of the tiles of a kernel: "forward", "dq" or "columns"."""
+def tile_sizes(c: KernelCall, kernel: str) -> TileSizes:
+    """The tile of a kernel: "forward", "dq" or "columns"."""
     size = max(padded(c.q.shape[3]), padded(c.v.shape[3])) * c.q.element_size()
     if size <= 128:
-        return Sizes(64, 64, 4, 2 if kernel == "columns" else 3)
+        return TileSizes(64, 64, 4, 2 if kernel == "columns" else 3)
     if size <= 256:
-        return Sizes(32, 64, 4, 2) if kernel == "columns" else Sizes(64, 32, 4, 2)
+        return TileSizes(32, 64, 4, 2) if kernel == "columns" else TileSizes(64, 32, 4, 2)
     if size <= 512:
-        return Sizes(32, 64, 8, 1) if kernel == "columns" else Sizes(64, 32, 8, 1)
-    return Sizes(32, 32, 4, 1)
+        return TileSizes(32, 64, 8, 1) if kernel == "columns" else TileSizes(64, 32, 8, 1)
+    return TileSizes(32, 32, 4, 1)
 
 
-def tiles_of(c: Call, kernel: str) -> tuple[Sizes, dict[str, Any]]:
-    """Sizes, and all that a kernel of tiles is compiled for."""
-    s = sizes(c, kernel)
+def tiles_of(c: KernelCall, kernel: str) -> tuple[TileSizes, dict[str, Any]]:
+    """(tile, constants) of a kernel of tiles."""
+    s = tile_sizes(c, kernel)
     options = common(c) | {"R": s.rows, "A": power_of(c), "num_warps": s.num_warps, "num_stages": s.num_stages}
     if kernel == "columns":
         return s, options | {"COLUMNS": s.keys}
     return s, options | {"STEP": s.keys, "SAMPLE": 128 if s.num_stages == 3 else 32}
 
 
-def tiled(c: Call, out: Tensor, stats: Stats, lists: Listed, with_out: bool) -> None:
-    """Everything of the rows that have no list, which is not of the k largest."""
+def long_rows(c: KernelCall, out: Tensor, stats: Stats, lists: RowLists, with_out: bool) -> None:
+    """Compute out and the statistics of the rows without a list, where `top_k` is None."""
     (B, H, Q, _), K = c.q.shape, c.k.shape[2]
     rows, key = rows_of(c, lists), by_hopper(c)
     if key is not None and with_out:
-        tiled_by_hopper(c, key, rows, out, stats)
+        long_rows_by_hopper(c, key, rows, out, stats)
         return
     s, options = tiles_of(c, "forward")
     tiled_kernel[(B * H, -(-Q // s.rows))](
         c.q, c.k, c.v, c.steepness, *seen_by(c), rows.list, rows.counts, out, *stats,
         *strides(c.q, c.k, c.v, c.q_positions, c.k_positions), 0, H, Q, K, c.offset, c.scale, NEAR=nearness(c),
-        OUT=with_out, TOLD=stats.told, **options,
+        OUT=with_out, TOLD=stats.requested, **options,
     )  # fmt: skip
 
 
-def by_hopper(c: Call, *others: Tensor) -> tuple[str, int, int, float, Bounds] | None:
-    """What the Hopper kernels of tiles are compiled from for a call; None where they do not take it.
+def by_hopper(c: KernelCall, *others: Tensor) -> tuple[str, int, int, float, Bounds] | None:
+    """The configuration of the Hopper kernels of tiles for a call; None where they do not take it.
 
     Args:
         others: tensors that they read besides.
@@ -172,38 +172,38 @@ def pairs(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1]).view(torch.int32)
 
 
-def tiled_by_hopper(
-    c: Call, key: tuple[str, int, int, float, Bounds], rows: Rows, out: Tensor, stats: Stats
+def long_rows_by_hopper(
+    c: KernelCall, key: tuple[str, int, int, float, Bounds], rows: OverflowRows, out: Tensor, stats: Stats
 ) -> None:  # fmt: skip
-    """`tiled` by the Hopper kernel."""
+    """Compute them by the Hopper kernel."""
     from gossamer.entmax.hopper import compiled
 
     blocks = processors(c.q.device)
-    compiled.tiled(tiled_config(*key, stats.told))(
+    compiled.long_rows(long_rows_config(*key, stats.requested))(
         c.q, c.k, c.v, c.steepness, *intervals(c), *rows, pairs(out), *stats.flat, c.scale, nearness(c), c.offset,
         FEW * blocks, blocks,
     )  # fmt: skip
 
 
-def tiled_backward(
-    c: Call, lists: Listed, lam: Tensor, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, of_rows: Tensor,
+def long_rows_backward(
+    c: KernelCall, lists: RowLists, lam: Tensor, dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, alpha_terms: Tensor,
     with_alpha: bool,
 ) -> None:  # fmt: skip
-    """What the rows without a list give."""
+    """Add the gradients of the rows without a list."""
     (B, H, Q, _), (_, G, K, _) = c.q.shape, c.k.shape
     rows, key = rows_of(c, lists), by_hopper(c, dout)
     delta = torch.empty(B, H, Q, device=c.q.device)
-    of_keys, of_list = seen_by(c), (rows.list, rows.counts)
+    visible, row_list = seen_by(c), (rows.list, rows.counts)
     rest = *strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions), H, Q, K, c.offset, c.scale
     s, options = tiles_of(c, "dq")
     tiled_dq_kernel[(B * H, -(-Q // s.rows))](
-        c.q, c.k, c.v, dout, c.steepness, *of_keys, *of_list, lam, delta, dq, of_rows, *rest, **options,
+        c.q, c.k, c.v, dout, c.steepness, *visible, *row_list, lam, delta, dq, alpha_terms, *rest, **options,
         WITH_ALPHA=with_alpha,
     )  # fmt: skip
     if key is not None:
         from gossamer.entmax.hopper import compiled
 
-        compiled.tiled_columns(tiled_columns_config(*key))(
+        compiled.long_rows_columns(long_rows_columns_config(*key))(
             c.q, c.k, c.v, dout, c.steepness, *intervals(c), *rows, lam.view(-1), delta.view(-1), pairs(dk), pairs(dv),
             c.scale, c.offset, processors(c.q.device),
         )  # fmt: skip
@@ -211,12 +211,12 @@ def tiled_backward(
     s, options = tiles_of(c, "columns")
     tiles = -(-Q // s.rows)
     ranges = torch.empty(B * H, tiles, 4, dtype=torch.int32, device=c.q.device)
-    lo, hi, *_ = of_keys
+    lo, hi, *_ = visible
     tile_ranges_kernel[(tiles, B * H)](
-        *of_list, lo, hi, ranges, tiles, Q, K, c.offset, R=s.rows, BOUNDS=c.bounds, num_warps=1
+        *row_list, lo, hi, ranges, tiles, Q, K, c.offset, R=s.rows, BOUNDS=c.bounds, num_warps=1
     )
     strided = strides(c.q, c.k, c.v, dout, c.q_positions, c.k_positions)
     tiled_columns_kernel[(B * G, -(-K // s.keys))](
-        c.q, c.k, c.v, dout, c.steepness, *of_keys, *of_list, lam, delta, ranges, dk, dv, *strided, tiles, H, Q, K,
+        c.q, c.k, c.v, dout, c.steepness, *visible, *row_list, lam, delta, ranges, dk, dv, *strided, tiles, H, Q, K,
         c.offset, c.scale, MEMBERS=triton.next_power_of_2(c.group), SPAN=128, **options,
     )  # fmt: skip

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from gossamer.entmax.hopper.support.configurations import SelectConfig
+from gossamer.entmax.hopper.support.configurations import SupportConfig
 from gossamer.entmax.launch.calls import (
     BOUNDS,
-    Call,
-    Listed,
-    Part,
+    CallPart,
+    KernelCall,
     Stats,
     for_hopper,
     intervals,
@@ -21,28 +20,29 @@ from gossamer.entmax.launch.calls import (
     strides,
     value_of,
 )
+from gossamer.entmax.lists import RowLists
 from gossamer.entmax.triton.finish import finish_kernel
 from gossamer.entmax.triton.select import order_contenders_kernel, select_kernel
 from gossamer.kernels.launch import dtype_of
 from gossamer.kernels.relaunch import padded
 
-BUFFER = 128  # contenders of a row, in the Triton kernel
+BUFFER = 128  # candidates of a row, in the Triton kernel
 LONG = 16384  # keys, of which fewer tiles give the first bounds
 FEW = 16  # of the k largest
-MOST_SELECTED = 64  # of the k largest: with more, all rows are computed as those that were given up
+MOST_TOP_KEYS = 64  # with a larger top_k every row is an overflow row
 
 
 class Triton(NamedTuple):
-    """Sizes of the Triton kernel that selects."""
+    """The sizes of the Triton kernel of candidates."""
 
     rows: int
     step: int
     buffer: int
 
 
-def selecting(c: Call, only_keys: bool) -> SelectConfig | Triton:
-    """The kernel that selects: the Hopper kernel where it takes a call."""
-    config = hopper_config(c, not only_keys)
+def support_kernel(c: KernelCall, only_keys: bool) -> SupportConfig | Triton:
+    """The kernel that makes lists: the Hopper kernel where it takes a call."""
+    config = support_config(c, not only_keys)
     if config is not None:
         return config
     # A bound of the k largest needs more groups of keys than k.
@@ -52,55 +52,57 @@ def selecting(c: Call, only_keys: bool) -> SelectConfig | Triton:
     return Triton(64 if held <= 2**16 else 32, step, BUFFER)
 
 
-def hopper_config(c: Call, weighed: bool) -> SelectConfig | None:
-    """That of the Hopper kernel for a call; None where it does not take it."""
+def support_config(c: KernelCall, weighed: bool) -> SupportConfig | None:
+    """The configuration of the Hopper kernel for a call; None where it does not take it."""
     D = c.q.shape[3]
-    if D > 128 or (c.top_k or 0) > MOST_SELECTED or not for_hopper(c, c.q, c.k):
+    if D > 128 or (c.top_k or 0) > MOST_TOP_KEYS or not for_hopper(c, c.q, c.k):
         return None
     wide = D > 64
-    return SelectConfig(
+    return SupportConfig(
         dtype_of(c.q), 128 if wide else 64, 29, step=64 if wide else 128,
         same=c.same if c.same in (0.5, 1.0) else -1.0, top=c.top_k is not None, weighed=weighed,
         bounds=BOUNDS[c.bounds],
     )  # fmt: skip
 
 
-def sample_stride(c: Call) -> int:
-    """How many key tiles there are to one of those from which the first bounds come.
+def sample_stride(c: KernelCall) -> int:
+    """The sample of key tiles that gives the first bounds: one tile of so many.
 
-    Bounds of fewer tiles leave more contenders, which a few largest scores can afford; the products of the sample cost
-    more than contenders where rows are long.
+    A smaller sample leaves more candidates, which is cheap for a few largest scores. The products of the sample cost
+    more than candidates where rows are long.
     """
     stride = 2 if c.top_k is not None and c.top_k <= FEW else 1
     return stride if c.k.shape[2] <= LONG else 2 * stride
 
 
-def select(
-    c: Call, way: SelectConfig | Triton, part: Part, lists: Listed, stats: Stats, first_listed: int, only_keys: bool
+def support_lists(
+    c: KernelCall, way: SupportConfig | Triton, part: CallPart, lists: RowLists, stats: Stats, first_listed: int,
+    only_keys: bool,
 ) -> None:  # fmt: skip
-    """The lists of a part of a call, and what is known of its rows."""
+    """Make the lists of a part of a call, and the statistics of its rows."""
     if isinstance(way, Triton):
         by_triton(c, way, part, lists, stats, first_listed, only_keys)
         return
     from gossamer.entmax.hopper import compiled
 
-    compiled.select(way)(
+    compiled.support_lists(way)(
         c.q, c.k, c.steepness, *intervals(c), lists.keys, lists.weights, lists.counts.view(-1), *stats.flat, c.scale,
-        part.first_block, c.offset, 1 + (c.top_k or 1), sample_stride(c), first_listed, int(stats.told), part.blocks,
+        part.first_block, c.offset, 1 + (c.top_k or 1), sample_stride(c), first_listed,
+        int(stats.requested), part.blocks,
     )  # fmt: skip
 
 
 def by_triton(
-    c: Call, way: Triton, part: Part, lists: Listed, stats: Stats, first_listed: int, only_keys: bool
+    c: KernelCall, way: Triton, part: CallPart, lists: RowLists, stats: Stats, first_listed: int, only_keys: bool
 ) -> None:  # fmt: skip
-    """`select` by kernels that write contenders to memory between them."""
+    """`support_lists` by kernels that write candidates to memory between them."""
     (_, H, Q, D), K, device = c.q.shape, c.k.shape[2], c.q.device
     n, top = part.blocks * way.rows, c.top_k is not None
     scores = torch.empty(n, way.buffer, device=device)
     keys = torch.empty(n, way.buffer, dtype=torch.int32, device=device)
     counts = torch.zeros(n, dtype=torch.int32, device=device)
     keep = 1 + (c.top_k or 0)
-    if keep > MOST_SELECTED + 1:
+    if keep > MOST_TOP_KEYS + 1:
         counts.fill_(-1)
     else:
         select_kernel[(part.blocks,)](
@@ -114,5 +116,5 @@ def by_triton(
     finish_kernel[(-(-n // 8),)](
         scores, keys, counts, c.steepness, stats.lam, stats.support, stats.certified, *lists, part.first_block, n, H, Q,
         c.top_k or K, first_listed, L=c.listed, R=way.rows, RP=8, C=way.buffer, SHORT=min(64, way.buffer),
-        A=value_of(c.same), TOP=top, KEYS=only_keys, TOLD=stats.told, num_warps=1,
+        A=value_of(c.same), TOP=top, KEYS=only_keys, TOLD=stats.requested, num_warps=1,
     )  # fmt: skip

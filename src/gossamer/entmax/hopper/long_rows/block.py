@@ -1,4 +1,4 @@
-"""The parameters of the kernel of tiles of rows, and what its roles share."""
+"""The parameters of the kernel of long rows, and the memory that its roles share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gossamer.cute.common import Block, Ring
 from gossamer.cute.tiles import Tma
 
 
-class TiledArguments(NamedTuple):
-    """The parameters."""
+class LongRowsArguments(NamedTuple):
+    """The parameters of the kernel of long rows."""
 
     q: cute.Tensor  # (B, H, Q, D)
     k: Tma  # (B, G, K, D), by steps of keys
@@ -30,9 +30,9 @@ class TiledArguments(NamedTuple):
     support: cute.Tensor  # (B H Q,) int32, to write
     certified: cute.Tensor  # (B H Q,) uint8, to write
     scale: Float32  # positive
-    near: Float32  # to which the logarithm of a sum of weights is brought before its last step
+    near: Float32  # the bound of |log(sum of weights)| before the last step
     offset: Int32  # of causal: key j is seen by row r where j <= r + offset
-    few: Int32  # up to so many tiles of 64 rows the warpgroups of a block share the keys of one
+    few: Int32  # up to so many tiles of 64 rows, the warpgroups of a block share the keys of one tile
 
 
 class TileItem(IntEnum):
@@ -40,24 +40,24 @@ class TileItem(IntEnum):
 
     VALID = 0
     HEAD = 1
-    FIRST = 2  # of its rows, in the list of its head
+    FIRST = 2  # its first row, in the list of its head
 
 
 class Pass(IntEnum):
-    """What the consumers tell the producer of the pass that begins."""
+    """The kind of the pass that begins, which the consumers tell the producer."""
 
     SUMS = 0
     OUT = 1
 
 
-class TiledBlock(Block):
-    """What the roles share."""
+class LongRowsBlock(Block):
+    """The barriers and the shared memory of a block."""
 
-    arguments: TiledArguments
+    arguments: LongRowsArguments
     items: Ring
     k: Ring
     v: Ring
-    decided: Ring  # of which only the full barriers are used
+    decided: Ring  # only its full barriers are used
     s_item: cute.Tensor  # (TileItem, 2)
     s_decided: cute.Tensor  # (1,) int32: a `Pass`
     s_q: cute.Tensor  # (64, D, groups)

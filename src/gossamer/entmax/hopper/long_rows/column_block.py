@@ -1,4 +1,4 @@
-"""The parameters of the kernel of dK and dV of tiles of rows, and what its roles share."""
+"""The parameters of the kernel of dK and dV of long rows, and the memory that its roles share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gossamer.cute.tiles import Tma
 from gossamer.kernels.hopper.device.gather.serve import CopiedRing
 
 
-class TiledColumnsArguments(NamedTuple):
-    """The parameters. Those of rows and keys are as in `TiledArguments`."""
+class LongRowsColumnsArguments(NamedTuple):
+    """The parameters of the kernel of dK and dV; those of rows and keys are as in `LongRowsArguments`."""
 
     q: cute.Tensor  # (B, H, Q, D)
     k: Tma  # (B, G, K, D)
@@ -39,24 +39,24 @@ class ColumnItem(IntEnum):
 
     VALID = 0
     LEAD = 1  # the key head, counted over batch elements
-    TILE = 2  # of its keys
+    TILE = 2  # the tile of its keys
 
 
 class Kind(IntEnum):
-    """What a stage of rows is: every row sees every key of the block, or not, or the item is over."""
+    """The kind of a stage of rows: every row sees every key of the block, or not every one, or the item is over."""
 
     FULL = 0
     MASKED = 1
     END = 2
 
 
-class TiledColumnsBlock(Block):
-    """What the roles share."""
+class LongRowsColumnsBlock(Block):
+    """The barriers and the shared memory of a block."""
 
-    arguments: TiledColumnsArguments
+    arguments: LongRowsColumnsArguments
     items: Ring
     keys: Ring  # K and V of an item, in one stage
-    rows: CopiedRing  # Q, dO and what is known of rows
+    rows: CopiedRing  # Q, dO and the terms of rows
     s_item: cute.Tensor  # (ColumnItem, 2)
     s_k: cute.Tensor  # (64, D, groups)
     s_v: cute.Tensor  # (64, E, groups)

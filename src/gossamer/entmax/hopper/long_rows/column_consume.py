@@ -1,4 +1,4 @@
-"""A warpgroup with 64 keys: what all rows without a list that see them add to their dK and dV, in order."""
+"""A warpgroup with 64 keys: it adds all rows without a list to their dK and dV, in order."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gossamer.cute.common import ROWS as TILE
 from gossamer.cute.common import Opaque, Thread
 from gossamer.cute.instructions import ROWS, assembly, convert, pack, places
 from gossamer.cute.tiles import accumulator, first_factor, held_factor, issue, product_of, second_factor, transposed
-from gossamer.entmax.hopper.long_rows.column_block import ColumnItem, Kind, TiledColumnsBlock
+from gossamer.entmax.hopper.long_rows.column_block import ColumnItem, Kind, LongRowsColumnsBlock
 from gossamer.entmax.hopper.long_rows.row_tile import Turns
 from gossamer.entmax.hopper.long_rows.sums import powers
 
 
 class ColumnConsumer(Opaque):
-    """Products here have keys as rows and rows as columns."""
+    """The dK and dV of 64 keys; products here have keys as rows and query rows as columns."""
 
-    def __init__(self, block: TiledColumnsBlock, thread: Thread) -> None:
+    def __init__(self, block: LongRowsColumnsBlock, thread: Thread) -> None:
         a, c, dtype = block.arguments, block.config, block.s_q.element_type
         self.block, self.arguments, self.config, self.thread = block, a, c, thread
         self.mma = product_of(dtype, c.step)
@@ -39,7 +39,7 @@ class ColumnConsumer(Opaque):
 
     @cute.jit
     def run(self):
-        """Item after item."""
+        """Compute item after item."""
         a, c, block = self.arguments, self.config, self.block
         items, heads = block.items, cute.size(a.q, mode=[1])
         self.turns.start()
@@ -74,14 +74,14 @@ class ColumnConsumer(Opaque):
 
     @cute.jit
     def next_stage(self, n):
-        """(stage, kind) of the n-th use of the ring of rows."""
+        """(stage, kind) at the n-th use of the ring of rows."""
         stage = self.block.rows.wait_full_at(n)
         kind = cutlass.max(self.block.s_kind[0, stage], self.block.s_kind[1, stage])
         return stage, cute.arch.make_warp_uniform(kind)
 
     @cute.jit
     def step(self, stage, kind, key, head):
-        """What the rows of a stage add."""
+        """Add the rows of a stage."""
         a, c, block, quad = self.arguments, self.config, self.block, 2 * (self.thread.lane % 4)
         steepness = a.steepness[head]
         if const_expr(c.same == -1.0):
@@ -118,7 +118,7 @@ class ColumnConsumer(Opaque):
 
     @cute.jit
     def add(self, to, acc, lead, key, factor):
-        """Add sums to what lists have given."""
+        """Add sums to the gradients that the lists have given."""
         K, columns = cute.size(self.arguments.k.tensor, mode=[0]), cute.size(to, mode=[1])
         dtype = self.block.s_q.element_type
         for r in cutlass.range_constexpr(ROWS):

@@ -1,4 +1,4 @@
-"""What serves the kernel of dK and dV: a warp that draws tiles of keys, and two that gather rows."""
+"""The warps that serve the kernel of dK and dV: one draws tiles of keys, and two gather rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from cutlass import Float32, Int32
 from gossamer.cute.common import ROWS as TILE
 from gossamer.cute.common import Opaque
 from gossamer.cute.tiles import tile_loader
-from gossamer.entmax.hopper.long_rows.column_block import ColumnItem, Kind, TiledColumnsBlock
+from gossamer.entmax.hopper.long_rows.column_block import ColumnItem, Kind, LongRowsColumnsBlock
 from gossamer.entmax.hopper.long_rows.items import publish, take
 from gossamer.entmax.hopper.long_rows.rows import any_row, seen
 from gossamer.kernels.hopper.device.gather.rows import THREADS, RowCopies
 
-NOWHERE = -1e30  # the place on the line of a row that is not there: none of its weights is positive
+NOWHERE = -1e30  # the place on the line of a missing row, at which no weight is positive
 
 
 class KeyServer(Opaque):
     """Draws items, and loads their K and V by TMA."""
 
-    def __init__(self, block: TiledColumnsBlock) -> None:
+    def __init__(self, block: LongRowsColumnsBlock) -> None:
         a, c = block.arguments, block.config
         self.block, self.arguments, self.config = block, a, c
         self.k = tile_loader(block.keys, a.k, block.s_k, TILE, c.D)
@@ -29,7 +29,7 @@ class KeyServer(Opaque):
 
     @cute.jit
     def run(self):
-        """Item after item."""
+        """Serve item after item."""
         a, c, block = self.arguments, self.config, self.block
         leads = self.G * cute.size(a.k.tensor, mode=[3])
         count = leads * cute.ceil_div(cute.size(a.k.tensor, mode=[0]), c.keys)
@@ -51,7 +51,7 @@ class KeyServer(Opaque):
 
     @cute.jit
     def take(self, count):
-        """The number of the next item that nobody has taken; of no rows there are none."""
+        """The number of the next item that nobody has taken; without rows there are no items."""
         n = count
         if count > 0:
             n = take(self.arguments.drawn.iterator + 1)
@@ -59,9 +59,9 @@ class KeyServer(Opaque):
 
 
 class RowGatherer(Opaque):
-    """Two warps that gather the rows which see any key of an item; a stage that says that it is over follows them."""
+    """Two warps that gather the rows which see any key of an item, and mark its end by a stage."""
 
-    def __init__(self, block: TiledColumnsBlock) -> None:
+    def __init__(self, block: LongRowsColumnsBlock) -> None:
         a, c = block.arguments, block.config
         self.block, self.arguments, self.config = block, a, c
         self.thread = cute.arch.thread_idx()[0] % THREADS
@@ -71,7 +71,7 @@ class RowGatherer(Opaque):
 
     @cute.jit
     def run(self):
-        """Item after item."""
+        """Serve item after item."""
         a, c, block = self.arguments, self.config, self.block
         items, heads = block.items, cute.size(a.q, mode=[1])
         ratio = heads // cute.size(a.k.tensor, mode=[2])
@@ -95,15 +95,15 @@ class RowGatherer(Opaque):
 
     @cute.jit
     def head(self, head, heads, first, n):
-        """The rows of a head that see any of the keys from `first` on; returns the number of stages so far."""
+        """Gather the rows of a head that see any of the keys from `first` on; returns the number of stages so far."""
         a, c, block = self.arguments, self.config, self.block
         count = a.row_counts[head]
         end = cutlass.min(first + c.keys, cute.size(a.k.tensor, mode=[0]))
         start = self.count_rows(head, count, first, True)
         stop = self.count_rows(head, count, end, False)
-        batch, of_batch = head // heads, head % heads
-        q_start, do_start = self.queries.start(batch, of_batch), self.gradients.start(batch, of_batch)
-        steepness, lead = a.steepness[of_batch], head * cute.size(a.q, mode=[2])
+        batch, query_head = head // heads, head % heads
+        q_start, do_start = self.queries.start(batch, query_head), self.gradients.start(batch, query_head)
+        steepness, lead = a.steepness[query_head], head * cute.size(a.q, mode=[2])
         for at in cutlass.range(start, stop, TILE, unroll=1):
             for j in cutlass.range_constexpr(self.queries.copies):
                 place = at + self.queries.row + j * self.queries.at_once
@@ -129,13 +129,13 @@ class RowGatherer(Opaque):
 
     @cute.jit
     def describe(self, stage, kind):
-        """Say what a half of a stage is."""
+        """Write the kind of a half of a stage."""
         if cute.arch.lane_idx() == 0:
             self.block.s_kind[self.thread // 32, stage] = kind
 
     @cute.jit
     def count_rows(self, head, count, key, ends: cutlass.Constexpr):
-        """How many rows of a head see nothing from a key on (`ends`), or something under it; 32 are looked at once."""
+        """The number of rows of a head whose keys end at or before `key` (`ends`), or begin before it; 32 at once."""
         a, low, high = self.arguments, Int32(0), count
         while low < high:
             step = cute.ceil_div(high - low, 32)
@@ -144,8 +144,8 @@ class RowGatherer(Opaque):
             if place < high:
                 lo, hi = seen(self.block, a.row_list[head, place])
                 counted = Int32(1) if (hi <= key if cutlass.const_expr(ends) else lo < key) else Int32(0)
-            found = cute.arch.popc(cute.arch.vote_ballot_sync(counted != 0))
-            end = low + found * step
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(counted != 0))
+            end = low + passed * step
             high = end if end < high else high
-            low = low + (found - 1) * step + 1 if found > 0 else high
+            low = low + (passed - 1) * step + 1 if passed > 0 else high
         return low

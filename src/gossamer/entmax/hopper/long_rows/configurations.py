@@ -1,4 +1,4 @@
-"""What the kernel of tiles of rows is compiled from: what does not fit the chip is refused."""
+"""The configurations of the kernels of long rows; one that does not fit the chip is refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gossamer.cute.configurations import check_memory
 from gossamer.entmax.hopper.key_bounds import Bounds
 
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
-SUMS = 4  # numbers of a row that the parts of its keys exchange: the sums of a pass, and its largest score
+SUMS = 4  # numbers of a row that warpgroups with parts of its keys exchange: the sums of a pass, and the largest score
 EIGHT = 8  # keys that follow one another in a sample
-EVERY = 8  # tiles of keys, of which a larger sample has one
-FEWEST = 3  # tiles of a larger sample
-TERMS = 4  # numbers of a row that come with it to dK and dV: its place on the line, delta, and its first and last key
+EVERY = 8  # one tile of keys in so many is in the larger sample
+FEWEST = 3  # tiles of the larger sample; there is none with fewer
+TERMS = 4  # terms of a row for dK and dV: its place on the line, delta, and its first and last key
 
 
 def padded(size: int) -> int:
@@ -22,8 +22,8 @@ def padded(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class TiledConfig:
-    """One compiled kernel.
+class LongRowsConfig:
+    """The configuration of one compiled kernel.
 
     A block has `groups` warpgroups. Where there are many tiles each has 64 rows of its own; where there are few all
     have the same 64 rows, and each takes its part of the keys.
@@ -39,7 +39,7 @@ class TiledConfig:
     k_stages: int = 6
     v_stages: int = 3
     sampled: int = 2  # steps on the larger sample
-    told: bool = True  # whether normalisers and sizes of supports are written
+    requested: bool = True  # whether normalisers and sizes of supports are written
 
     blocks = 1
 
@@ -50,12 +50,12 @@ class TiledConfig:
 
     @property
     def rows(self) -> int:
-        """Of a block, where there are many tiles."""
+        """The rows of a block, where there are many tiles."""
         return ROWS * self.groups
 
     @property
     def halley(self) -> bool:
-        """Whether the second derivative of a weight takes no more than an addition."""
+        """Whether the second derivative of a weight costs no more than an addition."""
         return self.same in (0.25, 0.5)
 
     @property
@@ -66,22 +66,22 @@ class TiledConfig:
         return 2 * tiles + parts + 1024
 
 
-def tiled_config(dtype: str, D: int, E: int, same: float, bounds: Bounds, told: bool = True) -> TiledConfig:
+def long_rows_config(dtype: str, D: int, E: int, same: float, bounds: Bounds, requested: bool = True) -> LongRowsConfig:
     """That of a call, of heads of up to 128."""
     size = padded(D), padded(E)
     if max(size) == 64:
-        return TiledConfig(dtype, *size, same, bounds, told=told)
-    return TiledConfig(dtype, *size, same, bounds, groups=2, step=64, told=told)
+        return LongRowsConfig(dtype, *size, same, bounds, requested=requested)
+    return LongRowsConfig(dtype, *size, same, bounds, groups=2, step=64, requested=requested)
 
 
 @dataclass(frozen=True)
-class TiledColumnsConfig:
-    """One compiled kernel of dK and dV: each of `groups` warpgroups has 64 keys, and all read the same rows."""
+class LongRowsColumnsConfig:
+    """The configuration of a kernel of dK and dV: each of `groups` warpgroups has 64 keys; all read the same rows."""
 
     dtype: str
     D: int  # head sizes after padding
     E: int
-    same: float = -1.0  # as of `TiledConfig`
+    same: float = -1.0  # as of `LongRowsConfig`
     bounds: Bounds = "every"
     groups: int = 3
     stages: int = 4
@@ -96,20 +96,20 @@ class TiledColumnsConfig:
 
     @property
     def keys(self) -> int:
-        """Of a block."""
+        """The keys of a block."""
         return ROWS * self.groups
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: K and V, the ring of Q, dO and what is known of rows, and barriers."""
+        """Shared memory of a block: K and V, the ring of Q, dO and the terms of rows, and barriers."""
         return (
             (self.D + self.E) * 2 * (self.keys + self.step * self.stages) + 4 * TERMS * self.step * self.stages + 1024
         )
 
 
-def tiled_columns_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> TiledColumnsConfig:
+def long_rows_columns_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> LongRowsColumnsConfig:
     """That of a call, of heads of up to 128."""
     size = padded(D), padded(E)
     if max(size) == 64:
-        return TiledColumnsConfig(dtype, *size, same, bounds)
-    return TiledColumnsConfig(dtype, *size, same, bounds, groups=2, stages=3)
+        return LongRowsColumnsConfig(dtype, *size, same, bounds)
+    return LongRowsColumnsConfig(dtype, *size, same, bounds, groups=2, stages=3)

@@ -1,4 +1,4 @@
-"""A warpgroup with 64 rows of an item: an estimate of their normalisers, passes that improve them, and one for out."""
+"""A warpgroup with 64 rows of an item: it estimates their normalisers, improves them by passes, and computes out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from gossamer.cute.common import WARPGROUP, Thread
 from gossamer.cute.instructions import ROWS, assembly, convert, over_quad_max, over_quad_sum, places
 from gossamer.cute.tiles import accumulator, held_factor, issue, product_of, second_factor, transposed
-from gossamer.entmax.hopper.long_rows.block import Pass, TiledBlock
+from gossamer.entmax.hopper.long_rows.block import LongRowsBlock, Pass
 from gossamer.entmax.hopper.long_rows.configurations import EVERY
 from gossamer.entmax.hopper.long_rows.results import write_rows
 from gossamer.entmax.hopper.long_rows.row_tile import ALL, RowTile
@@ -26,7 +26,7 @@ SLACK = 1e-5  # relative, of the largest score: it was rounded
 class Consumer(RowTile):
     """The forward of a warpgroup's rows."""
 
-    def __init__(self, block: TiledBlock, thread: Thread) -> None:
+    def __init__(self, block: LongRowsBlock, thread: Thread) -> None:
         super().__init__(block, thread)
         c = block.config
         self.mma_pv = product_of(block.s_q.element_type, c.E, transposed=True, registers=True)
@@ -37,7 +37,7 @@ class Consumer(RowTile):
 
     @cute.jit
     def item(self, place, head, kv, v, passes):
-        """Everything of an item."""
+        """Compute an item; returns the numbers of tiles of K and V and of passes so far."""
         tiles, sums = place.tiles, self.sums
         self.begin(place, head)
         self.estimate(place, kv)
@@ -73,7 +73,7 @@ class Consumer(RowTile):
 
     @cute.jit
     def estimate(self, place, kv):
-        """A normaliser whose weights, of a sample of the keys, times the keys there are to each, sum to 1."""
+        """Estimate normalisers: the weights of a sample of the keys, scaled up to all keys, sum to 1."""
         sums = self.sums
         scores = self.product(kv, False)
         self.mask_sample(place.keys, scores)
@@ -85,9 +85,9 @@ class Consumer(RowTile):
             number[r] = number[r] + (Float32(1.0) if scores[i] > -Float32.inf else Float32(0.0))
             sums.top[r] = cute.arch.fmax(sums.top[r], scores[i])
         for r in cutlass.range_constexpr(ROWS):
-            of_row = Float32(cutlass.max(self.hi[r] - self.lo[r], Int32(1)))
-            each[r] = of_row / cute.arch.fmax(over_quad_sum(number[r]), Float32(1.0))
-            self.most[r] = longest(sums.a[r], of_row)
+            number_seen = Float32(cutlass.max(self.hi[r] - self.lo[r], Int32(1)))
+            each[r] = number_seen / cute.arch.fmax(over_quad_sum(number[r]), Float32(1.0))
+            self.most[r] = longest(sums.a[r], number_seen)
             sums.top[r] = over_quad_max(sums.top[r])
             top = sums.top[r] * sums.scale
             sums.lam[r] = top if top > -Float32.inf and top < Float32.inf else Float32(0.0)
@@ -105,7 +105,7 @@ class Consumer(RowTile):
 
     @cute.jit
     def refine(self, place, passes, first: cutlass.Constexpr):
-        """A step of the normalisers, from sums over the larger sample. `first`: the interval is that of the smaller."""
+        """Move the normalisers by sums over the larger sample. `first`: the interval is that of the smaller one."""
         sums = self.sums
         self.exchange(place, passes, (sums.F, sums.U, sums.W, sums.size), None)
         for r in cutlass.range_constexpr(ROWS):
@@ -123,11 +123,11 @@ class Consumer(RowTile):
 
     @cute.jit
     def walk_sums(self, place, kv, tiles, every: cutlass.Constexpr, largest: cutlass.Constexpr):
-        """The sums of a pass.
+        """Compute the sums of a pass.
 
         Args:
-            every: one of how many tiles is walked: `tiles` in all. Of a sample, the keys that rows see are counted.
-            largest: whether the largest score is found as well.
+            every: one tile in so many is walked, `tiles` in all. In a sample the keys that rows see are counted.
+            largest: whether the largest score is looked for as well.
         """
         sums, step = self.sums, self.config.step
         sums.begin()
@@ -154,7 +154,7 @@ class Consumer(RowTile):
 
     @cute.jit
     def walk_values(self, place, kv, v):
-        """The last pass: sums, and out."""
+        """Compute the sums and out in the last pass."""
         self.sums.begin()
         self.o.fill(0.0)
         own = place.part
@@ -182,7 +182,7 @@ class Consumer(RowTile):
 
     @cute.jit
     def improve(self, place, passes, first: cutlass.Constexpr):
-        """A step of the normalisers, from the sums of a pass; whether any row of the block needs another pass."""
+        """Move the normalisers by the sums of a pass; returns whether any row of the block needs another pass."""
         sums = self.sums
         self.exchange(place, passes, (sums.F, sums.U, sums.W), sums.top if const_expr(first) else None)
         going = Int32(0)
@@ -192,19 +192,19 @@ class Consumer(RowTile):
                 top = sums.top[r] * sums.scale
                 slack = SLACK * (1.0 + cute.arch.fmax(top, -top))
                 self.low[r], self.high[r] = top, top + self.most[r] + slack
-                # NaN, if a score is NaN or inf; -inf is no key.
+                # NaN if a score is NaN or inf; -inf stands for no key.
                 self.bad[r] = top - top if top > -Float32.inf or top != top else Float32(0.0)
             self.low[r] = cute.arch.fmax(self.low[r], x) if F >= 1.0 else self.low[r]
             self.high[r] = cute.arch.fmin(self.high[r], x) if F < 1.0 else self.high[r]
             log = cute.math.log(F)
             far = cute.arch.fmax(log, -log) > self.arguments.near and self.high[r] > self.low[r]
-            found = self.bad[r] == 0.0 and self.low[r] > -Float32.inf
-            going = Int32(1) if far and found and place.there else going
-            sums.lam[r] = sums.advanced(r, self.low[r], self.high[r]) if found else Float32(0.0)
+            solvable = self.bad[r] == 0.0 and self.low[r] > -Float32.inf
+            going = Int32(1) if far and solvable and place.there else going
+            sums.lam[r] = sums.advanced(r, self.low[r], self.high[r]) if solvable else Float32(0.0)
         return self.any(going)
 
     def any(self, value: Any) -> Any:
-        """Whether a thread of those that compute has another number than 0."""
+        """Whether any computing thread has another number than 0."""
         code = (
             "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
             f"barrier.cta.red.or.pred q, {ALL}, {WARPGROUP * self.config.groups}, p; selp.s32 $0, 1, 0, q; }}"

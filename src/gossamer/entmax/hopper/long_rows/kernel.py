@@ -1,6 +1,6 @@
-"""The kernel of tiles of rows: their scores by wgmma, pass after pass, until the weights of each row sum to 1.
+"""The kernel of long rows: their scores by wgmma, pass after pass, until the weights of each row sum to 1.
 
-Of the first warpgroup one warp draws items and loads K and V by TMA; the others compute, 64 rows each.
+One warp of the first warpgroup draws items and loads K and V by TMA; the other warpgroups compute, 64 rows each.
 
 With it the forward at alpha 1.25, 16 heads of 64, 8192 tokens, takes 1.26 ms on an H200 (`alpha_1.25` in
 benchmarks/results/entmax_h200.jsonl), by Triton 2.83 (docs/lab/2026-11-28-entmax-tiles.md).
@@ -17,16 +17,16 @@ from gossamer.cute.common import NUMBERS, WARPGROUP, computing_thread
 from gossamer.cute.common import ROWS as TILE
 from gossamer.cute.shell import Shell, array, barriers, ring_of, tile_memory, tiles, words
 from gossamer.cute.tiles import LINE, tile_layout, tma
-from gossamer.entmax.hopper.long_rows.block import TiledArguments, TiledBlock, TileItem
-from gossamer.entmax.hopper.long_rows.configurations import EIGHT, SUMS, TiledConfig
+from gossamer.entmax.hopper.long_rows.block import LongRowsArguments, LongRowsBlock, TileItem
+from gossamer.entmax.hopper.long_rows.configurations import EIGHT, SUMS, LongRowsConfig
 from gossamer.entmax.hopper.long_rows.consume import Consumer
 from gossamer.entmax.hopper.long_rows.produce import Producer
 
 
-class Tiled(Shell):
-    """The kernel of one configuration."""
+class LongRows(Shell):
+    """The kernel of long rows."""
 
-    def __init__(self, config: TiledConfig) -> None:
+    def __init__(self, config: LongRowsConfig) -> None:
         self.config, self.dtype = config, NUMBERS[config.dtype]
         self.threads = WARPGROUP * (config.groups + 1)
         self.registers = (32, 160) if config.groups == 3 else (24, 240)
@@ -39,9 +39,9 @@ class Tiled(Shell):
         support: cute.Tensor, certified: cute.Tensor, scale: Float32, near: Float32, offset: Int32, few: Int32,
         blocks: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `TiledArguments`."""
+        """Launch the kernel; the parameters are those of `LongRowsArguments`."""
         c = self.config
-        arguments = TiledArguments(
+        arguments = LongRowsArguments(
             q=q, k=tma(k, c.step, c.D), k_sample=tma(k, EIGHT, LINE), v=tma(v, c.step, c.E), steepness=steepness, lo=lo,
             hi=hi, row_list=row_list, row_counts=row_counts, drawn=drawn, out=out, lam=lam, support=support,
             certified=certified, scale=scale, near=near, offset=offset, few=few,
@@ -49,7 +49,7 @@ class Tiled(Shell):
         self.launch(arguments, blocks, stream)
 
     def layouts(self) -> tuple[Any, Any, Any]:
-        """Of Q and of the rings of K and V."""
+        """The layouts of Q and of the rings of K and V."""
         c = self.config
         return (
             tile_layout(self.dtype, TILE, c.D, c.groups), tile_layout(self.dtype, c.step, c.D, c.k_stages),
@@ -66,13 +66,13 @@ class Tiled(Shell):
             "sums": array(Float32, 2 * TILE * SUMS * c.groups, 128),
         }  # fmt: skip
 
-    def block(self, arguments: TiledArguments, memory: Any) -> TiledBlock:
+    def block(self, arguments: LongRowsArguments, memory: Any) -> LongRowsBlock:
         c = self.config
         q, k, v = self.layouts()
         warps = 4 * c.groups
         items, decided = ring_of(memory, "items", 2, 1, warps), ring_of(memory, "decided", 1, 1, 1)
         k_ring, v_ring = ring_of(memory, "k", c.k_stages, 1, warps), ring_of(memory, "v", c.v_stages, 1, warps)
-        return TiledBlock(
+        return LongRowsBlock(
             config=c, arguments=arguments, rings=((items,), (k_ring,), (v_ring,), (decided,)), items=items, k=k_ring,
             v=v_ring, decided=decided, s_item=words(memory.item, len(TileItem), 2),
             s_decided=words(memory.decision, 1), s_q=tiles(memory.q, q), s_k=tiles(memory.k, k),
@@ -82,7 +82,7 @@ class Tiled(Shell):
 
     @cute.jit
     def serve(self, block, warp):
-        """One warp loads."""
+        """Draw items and load tiles, by one warp."""
         if warp == 0:
             Producer(block).run()
 

@@ -11,17 +11,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from gossamer.cute.common import Opaque, Ring
 from gossamer.cute.tiles import LINE, Tma, tile_loader
-from gossamer.entmax.hopper.long_rows.block import Pass, TiledBlock
+from gossamer.entmax.hopper.long_rows.block import LongRowsBlock, Pass
 from gossamer.entmax.hopper.long_rows.configurations import EIGHT, EVERY
 from gossamer.entmax.hopper.long_rows.items import publish, take
-from gossamer.entmax.hopper.long_rows.rows import division, keys_of, sampled, spread
+from gossamer.entmax.hopper.long_rows.rows import divide_rows, keys_of, sampled, spread
 
 
 class SampleLoader(Opaque):
     """Fills a stage of a ring with rows at equal distances, eight at once."""
 
     def __init__(self, ring: Ring, tma: Tma, shared: Any, step: int, columns: int) -> None:
-        """`tma`: of eight rows and one line of columns; `shared`: (step, columns, stages)."""
+        """`tma` copies eight rows and one line of columns; `shared`: (step, columns, stages)."""
         shape = (EIGHT, LINE, step // EIGHT, columns // LINE, ring.stages)
         stride = (LINE, 1, EIGHT * LINE, step * LINE, step * columns)
         shared = cute.make_tensor(shared.iterator, cute.make_layout(shape, stride=stride))
@@ -46,9 +46,9 @@ class SampleLoader(Opaque):
 
 
 class Producer(Opaque):
-    """Draws items of rows. Of each a sample of K, K for pass after pass, and with the last one V."""
+    """Draws items of rows. For each it loads a sample of K, then K for every pass, and V with the last pass."""
 
-    def __init__(self, block: TiledBlock) -> None:
+    def __init__(self, block: LongRowsBlock) -> None:
         a, c = block.arguments, block.config
         self.block, self.arguments, self.config = block, a, c
         self.k = tile_loader(block.k, a.k, block.s_k, c.step, c.D)
@@ -58,36 +58,36 @@ class Producer(Opaque):
         self.k_sample = SampleLoader(block.k, a.k_sample, block.s_k, c.step, c.D)
 
     @cute.jit
-    def draw(self, of_launch):
-        """(head, first row) of the next item that nobody has taken, those that see most first; a head of -1: none."""
+    def draw(self, division):
+        """(head, first row) of the next item that nobody has taken, longest first; a head of -1 for none."""
         a = self.arguments
         leads = cute.size(a.row_counts)
         head, first, looking = Int32(-1), Int32(0), Int32(1)
         while looking != 0:
             n = take(a.drawn.iterator)
             looking = Int32(0)
-            if n < of_launch.items * leads:
+            if n < division.items * leads:
                 lead = n % leads
-                tile = cute.ceil_div(a.row_counts[lead], of_launch.rows) - 1 - n // leads
+                tile = cute.ceil_div(a.row_counts[lead], division.rows) - 1 - n // leads
                 looking = Int32(1) if tile < 0 else Int32(0)
                 if tile >= 0:
-                    head, first = lead, tile * of_launch.rows
+                    head, first = lead, tile * division.rows
         return head, first
 
     @cute.jit
     def run(self):
-        """Item after item. A decision is waited for before the last tile of its pass is loaded.
+        """Load item after item. A decision is awaited before the last tile of its pass is loaded.
 
-        So the consumers cannot be two decisions ahead, which the parity of a barrier would not tell apart.
+        So the consumers cannot be two decisions ahead, which the parity of a barrier would not show.
         """
         c, block = self.config, self.block
-        of_launch = division(block)
+        division = divide_rows(block)
         turn, kv, v, decisions = Int32(0), Int32(0), Int32(0), Int32(0)  # items, tiles of K and V, so far
-        head, first = self.draw(of_launch)
+        head, first = self.draw(division)
         while head >= 0:
             publish(block, turn, (Int32(1), head, first))
             turn += 1
-            keys = keys_of(block, head, first, of_launch.rows)
+            keys = keys_of(block, head, first, division.rows)
             steps = keys.end - keys.begin
             batch, group = head // self.heads, head % self.heads // self.ratio
             self.k_sample.load(kv, keys, group, batch)
@@ -119,5 +119,5 @@ class Producer(Opaque):
                     v += steps
                     running = Int32(0)
                 kv += steps
-            head, first = self.draw(of_launch)
+            head, first = self.draw(division)
         publish(block, turn, (Int32(0), Int32(0), Int32(0)))

@@ -1,4 +1,4 @@
-"""The results of an item: out, and what is known of its rows."""
+"""The results of an item: out, and the statistics of its rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from gossamer.cute.instructions import ROWS, of_row, pack
 
-NEAR = 0.1  # a logarithm of a sum of weights over which its row was not found
+NEAR = 0.1  # a row whose |log(sum of weights)| stays over this has not converged
 
 
 @cute.jit
@@ -21,12 +21,12 @@ def write_rows(rows, head, own, count):
         factor = (Float32(1.0) if F == 0.0 else 1.0 / F) + bad
         number = Int64(head) * cute.size(a.q, mode=[2]) + rows.row[r]
         if own + rows.own_row + 8 * r < count:
-            of_r = of_row(rows.o, r)
-            for n in cutlass.range_constexpr(len(of_r) // 2):
-                i = const_expr(of_r[2 * n])
+            row_places = of_row(rows.o, r)
+            for n in cutlass.range_constexpr(len(row_places) // 2):
+                i = const_expr(row_places[2 * n])
                 if 4 * n + quad < columns:
                     a.out[number, 4 * n + quad] = pack(rows.o[i] * factor, rows.o[i + 1] * factor, dtype)
-            if const_expr(rows.config.told) and quad == 0:
+            if const_expr(rows.config.requested) and quad == 0:
                 log = cute.math.log(F)
                 lam = sums.lam[r] + (log * F / sums.U[r] if cute.arch.fmax(log, -log) < NEAR else Float32.nan)
                 lam = Float32.inf if F == 0.0 and bad == 0.0 else lam + bad

@@ -1,4 +1,4 @@
-"""What the kernel of tiles of rows does around its passes: a warpgroup's rows of an item, its products, its sums."""
+"""A warpgroup's rows of an item in the kernel of long rows: reading them, their products, sums and masks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from gossamer.cute.instructions import ROWS, over_quad_max, over_quad_sum, place
 from gossamer.cute.tiles import accumulator, first_factor, issue, product_of, second_factor
 from gossamer.entmax.hopper.long_rows.block import TileItem
 from gossamer.entmax.hopper.long_rows.configurations import EIGHT
-from gossamer.entmax.hopper.long_rows.rows import Keys, division, keys_of, sampled, seen
+from gossamer.entmax.hopper.long_rows.rows import KeyTiles, divide_rows, keys_of, sampled, seen
 from gossamer.entmax.hopper.long_rows.sums import Sums
 from gossamer.kernels.hopper.device.gather.rows import RowCopies
 
-OWN, ALL, TURN = 1, 4, 5  # named barriers: of each warpgroup, of all, and of the turn of each
+OWN, ALL, TURN = 1, 4, 5  # named barriers: each warpgroup's own, that of all, and each one's turn
 
 
 class Place(NamedTuple):
-    """Where a warpgroup is in an item."""
+    """The rows and keys of an item that a warpgroup has."""
 
     split: Any  # whether all warpgroups have the same rows
     own: Any  # its first row, in the list of the head
-    count: Any  # of rows of the head
+    count: Any  # the number of listed rows of the head
     there: Any  # whether it has rows
-    keys: Keys  # of the block
-    tiles: Any  # of these
-    part: Any  # of them: each tile whose number is this, modulo `parts`
+    keys: KeyTiles  # the keys of the block
+    tiles: Any  # their number of tiles
+    part: Any  # the warpgroup has each tile whose number is this, modulo `parts`
     parts: Any
-    mine: Keys  # of its rows
+    mine: KeyTiles  # the keys of its rows
 
 
 class Turns(Opaque):
     """Warpgroups issue their products in turn.
 
-    Those that issue together also wait together, and then nothing multiplies while all of them add. Every warpgroup
+    Warpgroups that issue together also wait together, so that nothing multiplies while all of them add. Every warpgroup
     takes as many turns as every other.
     """
 
@@ -64,7 +64,7 @@ class Turns(Opaque):
 
 
 class RowTile(Opaque):
-    """64 rows of an item. What changes is in tensors of registers, one number for each row of a thread."""
+    """64 rows of an item. State is in tensors of registers, one number for each row of a thread."""
 
     def __init__(self, block: Any, thread: Thread) -> None:
         a, c, dtype = block.arguments, block.config, block.s_q.element_type
@@ -75,15 +75,15 @@ class RowTile(Opaque):
         self.copies = RowCopies(a.q, block.items, block.s_q.iterator, c.D, thread.thread, threads=WARPGROUP)
         self.sums = Sums(c, a.scale)
         self.lo, self.hi, self.row = (cute.make_rmem_tensor((ROWS,), Int32) for _ in range(3))
-        self.own_row = thread.thread // 32 * 16 + thread.lane // 4  # of the 64
+        self.own_row = thread.thread // 32 * 16 + thread.lane // 4  # the thread's first of the 64 rows
         self.turns = Turns(thread.warpgroup, c.groups)
 
     @cute.jit
     def run(self):
-        """Item after item."""
+        """Compute item after item."""
         block, items = self.block, self.block.items
         self.turns.start()
-        of_launch = division(block)
+        division = divide_rows(block)
         turn, kv, v, passes = Int32(0), Int32(0), Int32(0), Int32(0)  # items, tiles of K and V, and passes so far
         stage = items.wait_full_at(turn)
         running = block.s_item[TileItem.VALID, stage]
@@ -91,38 +91,38 @@ class RowTile(Opaque):
             head, first = block.s_item[TileItem.HEAD, stage], block.s_item[TileItem.FIRST, stage]
             cute.arch.sync_warp()
             items.release(stage)
-            kv, v, passes = self.item(self.place(of_launch, head, first), head, kv, v, passes)
+            kv, v, passes = self.item(self.place(division, head, first), head, kv, v, passes)
             turn += 1
             stage = items.wait_full_at(turn)
             running = block.s_item[TileItem.VALID, stage]
 
     @cute.jit
-    def place(self, of_launch, head, first):
-        """Where this warpgroup is in an item."""
-        split, me, count = of_launch.split, self.thread.warpgroup, self.arguments.row_counts[head]
+    def place(self, division, head, first):
+        """The rows and keys of an item that this warpgroup has."""
+        split, me, count = division.split, self.thread.warpgroup, self.arguments.row_counts[head]
         own = first if split != 0 else first + TILE * me
         part = me if split != 0 else Int32(0)
         parts = Int32(self.config.groups) if split != 0 else Int32(1)
-        keys = keys_of(self.block, head, first, of_launch.rows)
-        # A warpgroup without rows gives back what it does not read.
+        keys = keys_of(self.block, head, first, division.rows)
+        # A warpgroup without rows releases the stages that it does not read.
         there, begin = own < count, keys.begin
-        mine = keys_of(self.block, head, own, TILE) if there else Keys(begin, begin, begin, begin)
-        # Where they come from a warp the compiler does not find them again for each tile.
-        keys, mine = (Keys(*[cute.arch.make_warp_uniform(x) for x in of]) for of in (keys, mine))
+        mine = keys_of(self.block, head, own, TILE) if there else KeyTiles(begin, begin, begin, begin)
+        # As warp-uniform values they are not computed again for each tile.
+        keys, mine = (KeyTiles(*[cute.arch.make_warp_uniform(x) for x in of]) for of in (keys, mine))
         return Place(split, own, count, there, keys, keys.end - keys.begin, part, parts, mine)
 
     @cute.jit
     def begin(self, place, head):
-        """Read the rows of an item: where there are less than 64, the last one stands for the others."""
+        """Read the rows of an item; where there are less than 64, the last one is repeated."""
         a, copies = self.arguments, self.copies
         own, last, heads = cutlass.min(place.own, place.count - 1), place.count - 1, cute.size(a.q, mode=[1])
-        of_threads = copies.columns()
+        copied_rows = copies.columns()
         for j in cutlass.range_constexpr(copies.copies):
-            of_threads[j] = a.row_list[head, cutlass.min(own + copies.row + j * copies.at_once, last)]
-        # Products of the item before have read what is written now.
+            copied_rows[j] = a.row_list[head, cutlass.min(own + copies.row + j * copies.at_once, last)]
+        # Products of the last item have read the memory that is written now.
         cute.arch.barrier(barrier_id=OWN + self.thread.warpgroup, number_of_threads=WARPGROUP)
-        copies.fill(copies.start(head // heads, head % heads), of_threads, self.thread.warpgroup)
-        self.sums.of_head(a.steepness[head % heads])
+        copies.fill(copies.start(head // heads, head % heads), copied_rows, self.thread.warpgroup)
+        self.sums.start_head(a.steepness[head % heads])
         for r in cutlass.range_constexpr(ROWS):
             self.row[r] = a.row_list[head, cutlass.min(own + self.own_row + 8 * r, last)]
             self.lo[r], self.hi[r] = seen(self.block, self.row[r])
@@ -133,7 +133,7 @@ class RowTile(Opaque):
 
     @cute.jit
     def product(self, n, in_turn: cutlass.Constexpr = True):
-        """The products of the rows with the n-th tile of K."""
+        """The scores of the rows at the n-th tile of K."""
         stage = self.block.k.wait_full_at(n)
         scores = accumulator(self.mma, self.config.step)
         if const_expr(in_turn):
@@ -154,7 +154,7 @@ class RowTile(Opaque):
 
     @cute.jit
     def mask_sample(self, keys, scores):
-        """Scores of a sample that a row does not see become -inf."""
+        """Set the scores of a sample that a row does not see to -inf."""
         for i in places(scores):
             r = const_expr(i % 4 // 2)
             key = EIGHT * sampled(keys, i // 4, self.config.step) + 2 * (self.thread.lane % 4) + i % 2
@@ -162,7 +162,7 @@ class RowTile(Opaque):
 
     @cute.jit
     def mask(self, place, tile, scores):
-        """Scores of keys that a row does not see become -inf, in a tile that not every row sees whole."""
+        """Set the scores that a row does not see to -inf, in a tile that not every row sees whole."""
         if tile < place.mine.middle or tile >= place.mine.middle_end:
             for i in places(scores):
                 r = const_expr(i % 4 // 2)
@@ -174,11 +174,11 @@ class RowTile(Opaque):
 
     @cute.jit
     def exchange(self, place, passes, kinds, top):
-        """Sums over all threads of a row, and over all parts of the keys, in order.
+        """Sum over all threads of a row, and over all parts of the keys, in order.
 
         Args:
             kinds: the sums.
-            top: numbers of which the largest is found, or None.
+            top: numbers whose largest is taken, or None.
         """
         me, shared = place.part, self.block.s_sums
         for r in cutlass.range_constexpr(ROWS):
@@ -195,17 +195,17 @@ class RowTile(Opaque):
             self.wait_for_all()
             for r in cutlass.range_constexpr(ROWS):
                 for n, x in enumerate(every):
-                    of_row = shared[self.own_row + 8 * r, n, None, passes & 1]
-                    x[r] = of_row[0]
+                    row_parts = shared[self.own_row + 8 * r, n, None, passes & 1]
+                    x[r] = row_parts[0]
                     for other in cutlass.range_constexpr(1, self.config.groups):
                         if const_expr(n == len(kinds)):
-                            x[r] = cute.arch.fmax(x[r], of_row[other], nan=True)
+                            x[r] = cute.arch.fmax(x[r], row_parts[other], nan=True)
                         else:
-                            x[r] = x[r] + of_row[other]
+                            x[r] = x[r] + row_parts[other]
 
     @cute.jit
     def gather_parts(self, place, acc):
-        """Add the parts of a result that warpgroups of the same rows have, in order; the first has the sum."""
+        """Add the parts of a result that warpgroups with the same rows have, in order; the first gets the sum."""
         me, shared = self.thread.warpgroup, self.block.s_o
         if place.split != 0:
             if me > 0:

@@ -1,4 +1,4 @@
-"""Which rows an item has, the keys that they see, and how many items there are."""
+"""The rows of an item, the keys that they see, and the number of items."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gossamer.entmax.hopper.long_rows.configurations import EIGHT, EVERY, FEWEST
 
 
 class Division(NamedTuple):
-    """How the listed rows are divided into items."""
+    """The division of the listed rows into items."""
 
     split: Any  # whether the warpgroups of a block share the keys of 64 rows
-    rows: Any  # of an item
-    items: Any  # of the longest list; each head has so many numbers
+    rows: Any  # the rows of an item
+    items: Any  # the items of the longest list; each head has so many numbers
 
 
-class Keys(NamedTuple):
-    """The tiles of keys of some rows: [begin, end), of which every row sees those of [middle, middle_end) whole."""
+class KeyTiles(NamedTuple):
+    """The tiles of keys [begin, end) that some rows see; every row sees those of [middle, middle_end) whole."""
 
     begin: Any
     end: Any
@@ -30,8 +30,8 @@ class Keys(NamedTuple):
 
 
 @cute.jit
-def division(block):
-    """That of this launch, from the lengths of the lists."""
+def divide_rows(block):
+    """The division of this launch, from the lengths of the lists."""
     a, c = block.arguments, block.config
     heads, lane = cute.size(a.row_counts), cute.arch.lane_idx()
     most, tiles = Int32(0), Int32(0)
@@ -63,7 +63,7 @@ def seen(block, row):
 
 @cute.jit
 def keys_of(block, head, first, rows):
-    """The tiles of keys of so many listed rows of a head; at least one. Bounds of rows do not decrease."""
+    """The tiles of keys, at least one, that listed rows of a head see; bounds of rows do not decrease."""
     a, step = block.arguments, block.config.step
     last = cutlass.min(first + rows, a.row_counts[head]) - 1
     least_lo, least_hi = seen(block, a.row_list[head, first])
@@ -73,24 +73,24 @@ def keys_of(block, head, first, rows):
     end = cutlass.max(cute.ceil_div(most_hi, step), begin + 1)
     middle = cutlass.min(cutlass.max(cute.ceil_div(most_lo, step), begin), end)
     middle_end = cutlass.max(cutlass.min(least_hi // step, end), middle)
-    return Keys(begin, end, middle, middle_end)
+    return KeyTiles(begin, end, middle, middle_end)
 
 
-def sampled(keys: Keys, group: Any, step: int) -> Any:
-    """Where a group of a sample begins, in eights of keys: as many groups as a tile has eights, at equal distances."""
+def sampled(keys: KeyTiles, group: Any, step: int) -> Any:
+    """The first of eight keys of a sample, in eights: as many as a tile has, at equal distances."""
     return keys.begin * (step // EIGHT) + group * (keys.end - keys.begin)
 
 
 @cute.jit
 def spread(tiles):
-    """How many tiles of an item are its larger sample: one of so many, from the middle of the first of these on."""
-    found = (tiles + (EVERY - 1 - EVERY // 2)) // EVERY
-    return found if found >= FEWEST else Int32(0)
+    """The number of tiles in the larger sample of an item: one in EVERY, from the middle of the first EVERY on."""
+    sampled_tiles = (tiles + (EVERY - 1 - EVERY // 2)) // EVERY
+    return sampled_tiles if sampled_tiles >= FEWEST else Int32(0)
 
 
 @cute.jit
 def any_row(counts):
-    """Whether any list has a row."""
+    """A number other than 0 if any list has a row."""
     lane, some = cute.arch.lane_idx(), Int32(0)
     for first in cutlass.range(0, cute.size(counts), 32, unroll=1):
         if first + lane < cute.size(counts):

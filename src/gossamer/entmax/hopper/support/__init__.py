@@ -1,1 +1,1 @@
-"""The kernel that selects contenders of alpha-entmax and of the k largest scores: see docs/kernels/entmax.md."""
+"""The kernel of candidates, supports and the k largest scores: see docs/kernels/entmax.md."""

@@ -1,4 +1,4 @@
-"""The parameters of the selecting kernel, and what its roles share."""
+"""The parameters of the kernel of supports, and the memory that its roles share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gossamer.cute.common import Block, Ring
 from gossamer.cute.tiles import Tma
 
 
-class SelectArguments(NamedTuple):
-    """The parameters."""
+class SupportArguments(NamedTuple):
+    """The parameters of the kernel of supports."""
 
     q: Tma  # (B, H, Q, D)
     k: Tma  # (B, G, K, D)
@@ -26,21 +26,21 @@ class SelectArguments(NamedTuple):
     support: cute.Tensor  # (B H Q,) int32
     certified: cute.Tensor  # (B H Q,) uint8
     scale: Float32  # positive
-    first_block: Int32  # of all blocks of rows, of those that are computed
+    first_block: Int32  # the number of the first block of rows that is computed
     offset: Int32  # of causal: key j is seen by row r where j <= r + offset
-    keep: Int32  # how many of the largest bound a row: one more than are kept
-    every: Int32  # how many tiles there are to one of those from which the first bounds come
-    first_listed: Int32  # the row of the first list
-    told: Int32  # whether lam, support and certified are written
+    keep: Int32  # one more than the number of largest scores that are kept
+    every: Int32  # one tile of so many is in the sample that gives the first bounds
+    first_listed: Int32  # the row whose list is the first one
+    requested: Int32  # whether lam, support and certified are written
 
 
-class SelectBlock(Block):
-    """What the roles share."""
+class SupportBlock(Block):
+    """The barriers and the shared memory of a block."""
 
-    arguments: SelectArguments
+    arguments: SupportArguments
     q: Ring  # a stage for each warpgroup
     k: Ring
     s_q: cute.Tensor  # (64, D, groups)
     s_k: cute.Tensor  # (step, D, stages)
-    s_contenders: cute.Tensor  # (bytes of a place / 4, places) int32: see `contenders.py`
+    s_candidates: cute.Tensor  # (bytes of a place / 4, places) int32: see `candidates.py`
     s_going: cute.Tensor  # (4, groups) int32: the warps that have rows to look at

@@ -1,7 +1,8 @@
-"""Bounds of rows from some of their scores: no weight of the row is under its own, nor is any of its largest scores.
+"""Lower bounds of the scores that matter in a row: those with a weight, and the k largest.
 
-Some scores of a row give it a normaliser that is not over its own, and the k-th largest of some is not over that of
-all. Scores here are products without the scale, which is positive; the four threads of a row add up what each has.
+The normaliser of some scores of a row is at most that of all, and so is their k-th largest score: scores under these
+bounds are dropped. Scores here are products without the scale, which is positive; the four threads of a row add up
+what each has.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from gossamer.cute.instructions import ROWS, assembly, largest_of_row, of_row, o
 LOWEST = -3.4028234e38
 FIRST_STEPS = 4  # of Newton's method, from the largest score
 FIRST_HALVINGS = 6  # of the interval of the k-th largest score of a sample
-HALVINGS = 4  # of that of contenders
-MARGIN = 2e-5  # relative, of a bound: powers are approximate
-FLAT = 0.02  # alpha - 1 under which no contender is left out by its weight
+HALVINGS = 4  # of the same interval, of candidates
+MARGIN = 2e-5  # relative margin of a bound, since powers are approximate
+FLAT = 0.02  # alpha - 1 under which candidates are not dropped by their weights
 
 
 def power(x: Any, y: Any) -> Any:
@@ -29,10 +30,10 @@ def power(x: Any, y: Any) -> Any:
 
 
 class Bounds(Opaque):
-    """Those of a thread's rows. Its places in shared memory are from `start` on, `next` is the first free one.
+    """The bounds of a thread's rows, and their places in shared memory: from `start` on, `next` is the first free one.
 
-    A place of a row holds the scores of two neighbouring keys, and of both rows of the thread the first of these keys
-    follow.
+    A place holds the scores of two neighbouring keys for one row of the thread; the first of these keys
+    of both rows follows.
     """
 
     def __init__(self, block: Any, start: list[Any]) -> None:
@@ -42,8 +43,8 @@ class Bounds(Opaque):
         self.bound = cute.make_rmem_tensor((ROWS,), Float32)
         self.next = cute.make_rmem_tensor((ROWS,), Int32)
 
-    def of_head(self, head: Any) -> None:
-        """Read the alpha of a head."""
+    def start_head(self, head: Any) -> None:
+        """Read the alpha of a head, and what follows from it."""
         self.a = self.arguments.steepness[head]
         self.scale = self.arguments.scale
         self.unscale = 1.0 / self.scale
@@ -52,12 +53,12 @@ class Bounds(Opaque):
 
     @cute.jit
     def under(self, lam):
-        """The product under which a weight is 0, of a number that lam is not under."""
-        found = (lam - self.inverse - MARGIN * (cute.arch.fmax(lam, -lam) + self.inverse)) * self.unscale
-        return -Float32.inf if self.flat else found
+        """The product under which weights are 0; `lam` is at most the normaliser."""
+        bound = (lam - self.inverse - MARGIN * (cute.arch.fmax(lam, -lam) + self.inverse)) * self.unscale
+        return -Float32.inf if self.flat else bound
 
     def counts(self) -> list[Any]:
-        """How many places this thread has taken of each of its rows."""
+        """The number of places that this thread has taken for each of its rows."""
         return [(self.next[r] - self.start[r]) // self.place for r in range(ROWS)]
 
     def pair(self, r: int, place: Any) -> list[Any]:
@@ -73,14 +74,14 @@ class Bounds(Opaque):
 
     @cute.jit
     def scores(self, r: cutlass.Constexpr, place, count, none: cutlass.Constexpr):
-        """As `pair`; `none` past the last place that is taken."""
+        """The scores of the two keys at a place; `none` past the last one that is taken."""
         one, other = self.pair(r, place)
         there = place < count
         return one if there else Float32(none), other if there else Float32(none)
 
     @cute.jit
     def start_bounds(self, largest):
-        """The first bounds, of scores in registers: as an accumulator, -inf where there is none."""
+        """Set the first bounds, from scores in registers that lie as in an accumulator; -inf stands for none."""
         c = self.config
         top = [largest_of_row(largest, r) for r in range(ROWS)]
         if const_expr(c.weighed):
@@ -97,14 +98,14 @@ class Bounds(Opaque):
                     F, U = sums[r]
                     lam[r] = self.moved(lam[r], over_quad_sum(F), over_quad_sum(U))
             for r in cutlass.range_constexpr(ROWS):
-                found = self.under(lam[r])
-                self.bound[r] = found if found > self.bound[r] else self.bound[r]
+                bound = self.under(lam[r])
+                self.bound[r] = bound if bound > self.bound[r] else self.bound[r]
         if const_expr(c.top):
             self.start_kth(largest, top)
 
     @cute.jit
     def start_kth(self, largest, top):
-        """The first bounds of the k-th largest scores; `top` are the largest ones."""
+        """Set the first bounds of the k-th largest scores; `top` are the largest scores of the rows."""
         low = cute.make_rmem_tensor((ROWS,), Float32)
         high = cute.make_rmem_tensor((ROWS,), Float32)
         middle = cute.make_rmem_tensor((ROWS,), Float32)
@@ -132,7 +133,7 @@ class Bounds(Opaque):
 
     @cute.jit
     def bounds_again(self, n, most):
-        """The bounds of all contenders; where they are under what they were, they stay.
+        """Raise the bounds by all candidates; they never fall.
 
         Args:
             n: how many places this thread has taken of each row.
@@ -142,7 +143,7 @@ class Bounds(Opaque):
         top = cute.make_rmem_tensor((ROWS,), Float32)
         low = cute.make_rmem_tensor((ROWS,), Float32)
         over = cute.make_rmem_tensor((ROWS,), Int32)
-        found = cute.make_rmem_tensor((ROWS,), Float32)
+        raised = cute.make_rmem_tensor((ROWS,), Float32)
         top.fill(-Float32.inf)
         low.fill(Float32.inf)
         over.fill(0)
@@ -154,21 +155,21 @@ class Bounds(Opaque):
                         low[r] = cute.arch.fmin(low[r], score if score >= self.bound[r] else Float32.inf)
                         over[r] = over[r] + (Int32(1) if score >= self.bound[r] else Int32(0))
         for r in cutlass.range_constexpr(ROWS):
-            top[r], low[r], found[r] = over_quad(top[r]), -over_quad(-low[r]), self.bound[r]
+            top[r], low[r], raised[r] = over_quad(top[r]), -over_quad(-low[r]), self.bound[r]
             over[r] = over_quad_sum(over[r])
         if const_expr(c.weighed):
-            self.weigh(n, most, top, found)
+            self.weigh(n, most, top, raised)
         if const_expr(c.top):
-            self.kth(n, most, top, low, over, found)
+            self.kth(n, most, top, low, over, raised)
         for r in cutlass.range_constexpr(ROWS):
-            self.bound[r] = found[r] if found[r] > self.bound[r] else self.bound[r]
+            self.bound[r] = raised[r] if raised[r] > self.bound[r] else self.bound[r]
 
     @cute.jit
-    def kth(self, n, most, top, low, over, found):
-        """A bound that at least `keep` contenders are not under, of rows that have as many; `top` falls to it.
+    def kth(self, n, most, top, low, over, raised):
+        """Raise `raised` to a bound that at least `keep` candidates reach, in rows with as many; `top` falls to it.
 
         Args:
-            low: the least contender of each row; `over`: how many there are.
+            low: the least candidate of each row; `over`: how many there are.
         """
         enough = [over[r] >= self.arguments.keep for r in range(ROWS)]
         middle = cute.make_rmem_tensor((ROWS,), Float32)
@@ -185,11 +186,11 @@ class Bounds(Opaque):
                 low[r] = middle[r] if many else low[r]
                 top[r] = top[r] if many else middle[r]
         for r in cutlass.range_constexpr(ROWS):
-            found[r] = cute.arch.fmax(found[r], low[r]) if enough[r] else found[r]
+            raised[r] = cute.arch.fmax(raised[r], low[r]) if enough[r] else raised[r]
 
     @cute.jit
-    def weigh(self, n, most, top, found):
-        """The bound by the weights of the contenders, towards whose lam a step of Newton's method is taken."""
+    def weigh(self, n, most, top, raised):
+        """Raise `raised` by the weights of the candidates: one step of Newton's method towards their normaliser."""
         lam = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             # No row has a lam under its largest score, or under what its bound came from.
@@ -207,11 +208,11 @@ class Bounds(Opaque):
             lam[r] = self.moved(lam[r], over_quad_sum(F[r]), over_quad_sum(U[r]))
         for r in cutlass.range_constexpr(ROWS):
             bound = self.under(lam[r])
-            found[r] = bound if bound > found[r] else found[r]
+            raised[r] = bound if bound > raised[r] else raised[r]
 
     @cute.jit
     def weights(self, score, lam):
-        """About p, and u = p^(2 - alpha), of a product."""
+        """(p, u = p^(2 - alpha)) of a product, approximately."""
         w = cute.arch.fmax(score * (self.scale * self.a) + (1.0 - self.a * lam), Float32(0.0))
         p, u = w, Float32(0.0)
         if const_expr(self.config.same == 0.5):
@@ -225,7 +226,7 @@ class Bounds(Opaque):
 
     @cute.jit
     def moved(self, lam, total, slope):
-        """lam after a step of Newton's method from sums of p and u; it stays where it would fall or is no number."""
+        """lam after a step of Newton's method from sums of p and u; unchanged where it would fall or become NaN."""
         move = total - 1.0
         if const_expr(self.config.same == 0.5):
             root = cute.math.sqrt(total, fastmath=True)

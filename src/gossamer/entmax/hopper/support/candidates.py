@@ -1,14 +1,14 @@
-"""A warpgroup's 64 rows: their bounds, and the contenders that are above them, in shared memory.
+"""A warpgroup's 64 rows: their bounds, and the candidates above these, in shared memory.
 
-Every thread holds the scores of two rows, a quarter of the columns of each. Two neighbouring keys of which one is not
-under the bound of the row are put at the next of the thread's places, without a branch: nothing is shared but within
+Every thread holds the scores of two rows, a quarter of the columns of each. Two neighbouring keys, one of which reaches
+the bound of the row, are put at the next of the thread's places, without a branch: nothing is shared but within
 the four threads of a row, and the order is fixed. While the scores of a tile are looked at, the product of the next one
 runs, which the compiler allows where nothing but straight code stands between its issue and its end.
 
-The first bound comes from some of the tiles, or all, of which each thread holds the largest score of every place of its
-own. Where a thread runs out of places, what the tile gave is taken back, the contenders of each row are dealt out anew
-to its threads, where they are many over a bound that is found again from all of them, and the tile is looked at once
-more.
+The first bound comes from a sample of the tiles, or all of them: each thread holds the largest score of each of its
+columns. Where a thread runs out of places, the candidates of the tile are dropped, those of each row are dealt out anew
+to its threads (where they are many, after their bound is computed again from all of them), and the tile is looked at
+once more.
 
 Scores here are products without the scale, which is positive.
 """
@@ -25,41 +25,41 @@ from cutlass.cute.nvgpu import warpgroup
 from gossamer.cute.common import WARPGROUP, Barrier, Thread
 from gossamer.cute.instructions import ROWS, assembly, of_row, over_quad_sum, places
 from gossamer.cute.tiles import accumulator, held_factor, hold, issue, product_of, second_factor
-from gossamer.entmax.hopper.support.block import SelectBlock
+from gossamer.entmax.hopper.support.block import SupportBlock
 from gossamer.entmax.hopper.support.bounds import LOWEST, Bounds
 from gossamer.entmax.hopper.support.rows import rows_of, tile_of
 
-PLACES = 64  # of a thread, in each of which the largest score of a sample is found: 128 of a row
-# A row is given up, since a list will probably not hold its support, where more scores of the sample are over the first
-# bound, or more places are taken over a new one, in the first half of the tiles and behind it.
+PLACES = 64  # columns of a thread, 128 of a row, that each keep the largest score of the sample
+# A row overflows, since a list will probably not hold its support, where more scores of the sample are over the first
+# bound, or more places hold candidates after a new one, in the first half of the tiles and behind it.
 MOST_SAMPLED = 64
 MOST_LEFT_EARLY, MOST_LEFT = 64, 92
 PARTS = 4  # of a tile that is looked at again
 TOGETHER = 4  # places that are looked at in one step
 
 
-class Selector(Bounds):
-    """The rows of a warpgroup. What changes is in tensors of registers, one number for each row of a thread."""
+class RowCandidates(Bounds):
+    """The candidates of a warpgroup's rows. State is in tensors of registers, one number for each row of a thread."""
 
-    def __init__(self, block: SelectBlock, thread: Thread) -> None:
+    def __init__(self, block: SupportBlock, thread: Thread) -> None:
         c, dtype = block.config, block.s_q.element_type
-        first = block.s_contenders.iterator.toint() + 8 * (thread.warpgroup * WARPGROUP + thread.thread)
+        first = block.s_candidates.iterator.toint() + 8 * (thread.warpgroup * WARPGROUP + thread.thread)
         super().__init__(block, [first + 8 * c.threads * r for r in range(ROWS)])
         self.block, self.thread, self.quad = block, thread, thread.lane % 4
         self.mma = product_of(dtype, c.step, registers=True)
         self.q, self.k = held_factor(self.mma, c.D), second_factor(self.mma, block.s_k)
         self.rows = rows_of(block)
-        self.of_head(self.rows.head)
+        self.start_head(self.rows.head)
         self.lo = cute.make_rmem_tensor((ROWS,), Int32)
         self.hi = cute.make_rmem_tensor((ROWS,), Int32)
-        self.given_up = cute.make_rmem_tensor((ROWS,), Int32)
-        self.limit = cute.make_rmem_tensor((ROWS,), Int32)  # the last place; of a row that is given up the first
+        self.overflowed = cute.make_rmem_tensor((ROWS,), Int32)
+        self.limit = cute.make_rmem_tensor((ROWS,), Int32)  # the last place; the first one once a row has overflowed
         self.before = cute.make_rmem_tensor((ROWS,), Int32)  # the next place before a tile
-        self.gives_up = c.weighed and not c.top
+        self.overflows = c.weighed and not c.top
 
     @cute.jit
     def run(self):
-        """All tiles."""
+        """Scan the tiles: first the sample for the bounds, then all for the candidates."""
         c, rows, thread = self.config, self.rows, self.thread
         Q = cute.size(self.arguments.q.tensor, mode=[0])
         K = cute.size(self.arguments.k.tensor, mode=[0])
@@ -76,14 +76,14 @@ class Selector(Bounds):
             self.bound[r] = Float32(LOWEST)
             self.next[r] = self.start[r]
             self.limit[r] = self.start[r] + (c.places - 1) * c.place
-            self.given_up[r] = Int32(0)
-        # Of the rows of a warp: a tile inside of all has no mask.
+            self.overflowed[r] = Int32(0)
+        # A tile that all rows of the warp see whole needs no mask.
         self.most_lo = cute.arch.warp_redux_sync(cutlass.max(self.lo[0], self.lo[1]), kind="max")
         self.least_hi = cute.arch.warp_redux_sync(cutlass.min(self.hi[0], self.hi[1]), kind="min")
         self.block.q.wait_full(thread.warpgroup, 0)
         self.hold_q()
         one, other = accumulator(self.mma, c.step), accumulator(self.mma, c.step)
-        # Of tiles of 64 keys the first and second of each two have places of their own.
+        # With 64 keys a tile, even and odd tiles have columns of their own.
         largest = cute.make_rmem_tensor((PLACES,), Float32)
         largest.fill(-Float32.inf)
         ready = self.begin(one, Int32(0), cutlass.Boolean(False))
@@ -96,7 +96,7 @@ class Selector(Bounds):
             self.raise_to(largest, other, PLACES - c.step // 2)
             self.end(one, step + 2)
         self.start_bounds(largest)
-        if const_expr(self.gives_up):
+        if const_expr(self.overflows):
             if self.going(largest) != 0:
                 self.keep_all(one, other)
             else:
@@ -108,13 +108,13 @@ class Selector(Bounds):
 
     @cute.jit
     def hold_q(self):
-        """Read Q into registers; its memory is free once all warps have."""
+        """Read Q into registers; its memory is free once all warps have done so."""
         hold(self.mma, self.block.s_q[None, None, self.thread.warpgroup], self.q, self.thread.thread)
         cute.arch.barrier(barrier_id=Barrier.Q_READ, number_of_threads=self.config.threads)
 
     @cute.jit
     def keep_all(self, one, other):
-        """The contenders of all tiles, of which `one` has the scores of the first."""
+        """Keep the candidates of all tiles; `one` holds the scores of the first."""
         sample, ready = self.rows.sample, cutlass.Boolean(False)
         for step in cutlass.range(sample, sample + self.rows.tiles, 2, unroll=1):
             ready = self.begin(other, step + 1, ready)
@@ -132,10 +132,10 @@ class Selector(Bounds):
 
     @cute.jit
     def begin(self, scores, step, ready):
-        """Issue the product of a step's tile; returns whether that of the next step is there, looked at early.
+        """Issue the product of a step's tile; returns whether the next tile has arrived.
 
         Args:
-            ready: whether this one is known to be there.
+            ready: whether this tile is known to have arrived.
         """
         k = self.block.k
         stage, phase = k.place(step)
@@ -147,7 +147,7 @@ class Selector(Bounds):
 
     @cute.jit
     def end(self, scores, step):
-        """Wait for the scores of a step's tile; those of keys that a row does not see become -inf."""
+        """Wait for the scores of a step's tile, and mask them."""
         warpgroup.wait_group(0)
         stage, _ = self.block.k.place(step)
         self.block.k.release(stage)
@@ -157,7 +157,7 @@ class Selector(Bounds):
 
     @cute.jit
     def mask(self, scores, key):
-        """Scores of keys that a row does not see become -inf."""
+        """Set the scores of keys that a row does not see to -inf."""
         for i in places(scores):
             r = const_expr(i % 4 // 2)
             j = key + self.thread.quad + (8 * (i // 4) + i % 2)
@@ -167,43 +167,43 @@ class Selector(Bounds):
             scores[i] = scores[i] if seen else -Float32.inf
 
     def raise_to(self, largest: Any, scores: Any, first: int) -> None:
-        """The largest score so far at each place, from the first one on.
+        """Raise the largest score of each column, from column `first` on.
 
-        It is found where it stands, so that the next product may take the registers of the scores.
+        Inline code computes it in place, so that the next product may take the registers of the scores.
         """
         for i in places(scores):
-            found = assembly(Float32, "max.f32 $0, $1, $2;", Float32(largest[first + i]), Float32(scores[i]))
-            largest[first + i] = found
+            larger = assembly(Float32, "max.f32 $0, $1, $2;", Float32(largest[first + i]), Float32(scores[i]))
+            largest[first + i] = larger
 
     @cute.jit
     def going(self, largest):
-        """Give up rows of which too much of the sample is over the first bound; how many warps have others."""
+        """Overflow rows whose sample is mostly over the bound; returns the number of warps with other rows."""
         some = Int32(0)
         for r in cutlass.range_constexpr(ROWS):
             over = Int32(0)
             for i in of_row(largest, r):
                 over = over + (Int32(1) if largest[i] >= self.bound[r] else Int32(0))
-            self.give_up(r, over_quad_sum(over) > MOST_SAMPLED)
-            some = some | (Int32(1) if self.given_up[r] == 0 and self.lo[r] < self.hi[r] else Int32(0))
+            self.overflow_row(r, over_quad_sum(over) > MOST_SAMPLED)
+            some = some | (Int32(1) if self.overflowed[r] == 0 and self.lo[r] < self.hi[r] else Int32(0))
         group, number = self.thread.warpgroup, self.thread.thread // 32
         own = Int32(1) if cute.arch.vote_any_sync(some != 0) else Int32(0)
         if self.thread.lane == 0:
             self.block.s_going[number, group] = own
         cute.arch.barrier(barrier_id=Barrier.WARPGROUP_TURN + group, number_of_threads=WARPGROUP)
-        found = Int32(0)
+        warps = Int32(0)
         for w in cutlass.range_constexpr(4):
-            found = found + self.block.s_going[w, group]
-        return cute.arch.make_warp_uniform(found)
+            warps = warps + self.block.s_going[w, group]
+        return cute.arch.make_warp_uniform(warps)
 
     def take(self, scores: Any, key: Any, strides: list[Any] | None = None) -> None:
-        """Put the pairs of keys of which one is a contender at the next places; the last place takes what is too much.
+        """Put pairs of keys with a candidate at the next places; the last place takes what does not fit.
 
-        Score i is of row i // 2 % 2 and column 8 (i // 4) + i % 2. The sign of a score less the bound says whether it
-        is one: that of NaN is not set, and 0 is taken for a bound of -0. Additions are made by other units than
-        comparisons, which bound the rate of this loop.
+        Score i belongs to row i // 2 % 2 and column 8 (i // 4) + i % 2. The sign of score - bound says whether it
+        is a candidate: that of NaN is not set, and a bound of -0 becomes 0. Additions run on other units than
+        comparisons, whose rate limits this loop.
 
         Args:
-            strides: bytes to the next place, in each of so many equal parts of the tile; 0 where none is taken.
+            strides: bytes to the next place, for equal parts of the tile; 0 leaves a part out.
         """
         count = self.config.step // 8
         less = [Float32(0.0) - self.bound[r] for r in range(ROWS)]
@@ -224,7 +224,7 @@ class Selector(Bounds):
 
     @cute.jit
     def check(self, scores, key):
-        """Look at a tile again where one of its rows may have had no place for a pair: as a whole, then by parts."""
+        """Scan a tile again if one of its rows may have run out of places: as a whole, then by parts."""
         if self.out_of_places():
             late = key >= (self.rows.begin + self.rows.tiles // 2) * self.config.step
             most = Int32(MOST_LEFT) if late else Int32(MOST_LEFT_EARLY)
@@ -235,11 +235,11 @@ class Selector(Bounds):
                     if part == 0 or cute.arch.vote_any_sync(self.crowded(0) or self.crowded(1)):
                         self.make_room()
                         for r in cutlass.range_constexpr(ROWS):
-                            # All four threads of a row give it up together.
+                            # A row overflows in all of its four threads together.
                             many = over_quad_sum(Int32(1) if self.crowded(r) else Int32(0)) != 0
-                            if const_expr(self.gives_up):
+                            if const_expr(self.overflows):
                                 many = many or over_quad_sum(self.counts()[r]) > most
-                            self.give_up(r, many)
+                            self.overflow_row(r, many)
                     whole = part == 0
                     self.take(
                         scores, key, [Int32(self.place) if whole or part == 1 + p else Int32(0) for p in range(PARTS)]
@@ -251,12 +251,12 @@ class Selector(Bounds):
 
     @cute.jit
     def out_of_places(self):
-        """Whether a row of the warp may have had no place for a pair of the tile before."""
+        """Whether a row of the warp may have run out of places in the last tile."""
         return cute.arch.vote_any_sync(self.next[0] == self.last(0) or self.next[1] == self.last(1))
 
     @cute.jit
     def take_back(self):
-        """Leave out what the tile before gave."""
+        """Drop the candidates of the last tile."""
         for r in cutlass.range_constexpr(ROWS):
             self.next[r] = self.before[r]
 
@@ -265,21 +265,21 @@ class Selector(Bounds):
         return self.start[r] + (self.config.places - 1) * self.place
 
     def crowded(self, r: int) -> Any:
-        """Whether a row may have no places for a part of a tile."""
+        """Whether a row may have too few places for a part of a tile."""
         return self.next[r] + (self.config.step // 8 // PARTS) * self.place > self.last(r)
 
     @cute.jit
-    def give_up(self, r: cutlass.Constexpr, given_up):
-        """A row that is given up has no contenders from now on; all four threads of the row take part."""
-        if given_up:
-            self.given_up[r] = Int32(1)
+    def overflow_row(self, r: cutlass.Constexpr, overflowed):
+        """Mark a row as overflowed: it has no candidates from now on. All four threads of the row take part."""
+        if overflowed:
+            self.overflowed[r] = Int32(1)
             self.bound[r] = Float32.inf
             self.next[r] = self.start[r]
             self.limit[r] = self.start[r]
 
     @cute.jit
     def make_room(self):
-        """Deal the contenders of each row out anew to its threads; where they are many, find the bounds again first."""
+        """Deal the candidates of each row out anew to its threads; where they are many, raise the bounds first."""
         cute.arch.sync_warp()
         n = self.counts()
         most = cute.arch.warp_redux_sync(cutlass.max(n[0], n[1]), kind="max")
@@ -289,14 +289,14 @@ class Selector(Bounds):
         total = cute.make_rmem_tensor((ROWS,), Int32)
         total.fill(0)
         for first in cutlass.range(0, most, TOGETHER, unroll=1):
-            # All are read before the first is written, which is never to a place behind these.
-            found = [
+            # All are read before the first is written, and none is written behind them.
+            moved = [
                 (place, r, *self.pair(r, place), self.key(r, place))
                 for place in [cutlass.min(first + i, Int32(self.config.places - 1)) for i in range(TOGETHER)]
                 for r in range(ROWS)
             ]
             cute.arch.sync_warp()
-            for place, r, one, other, key in found:
+            for place, r, one, other, key in moved:
                 kept = place < n[r] and not (one < self.bound[r] and other < self.bound[r])
                 rank, more = self.rank(kept)
                 rank = rank + total[r]
@@ -312,7 +312,7 @@ class Selector(Bounds):
 
     @cute.jit
     def rank(self, kept):
-        """How many threads of the row with a lower number keep theirs, and how many do."""
+        """(how many threads of the row with a lower number keep their pair, how many of all do)."""
         bits = cute.arch.vote_ballot_sync(kept)
         quad = (Int32(bits) >> (self.thread.lane & 28)) & 15
         return cute.arch.popc(quad & ((Int32(1) << self.quad) - 1)), cute.arch.popc(quad)

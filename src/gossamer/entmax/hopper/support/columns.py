@@ -45,12 +45,12 @@ class ColumnLists:
         begins: cute.Tensor,  # (B G K + 1,) int32: where each key begins
         names: cute.Tensor,  # (pairs,) int32, to write
         K: Int32,
-        of_head: Int32,  # rows that read a key head
+        head_rows: Int32,  # rows that read a key head
         stream: Any,
     ) -> None:
-        heads = cute.size(list_counts) // of_head
+        heads = cute.size(list_counts) // head_rows
         blocks = heads * cute.ceil_div(K, self.keys) * SEGMENTS
-        self.kernel(list_keys, list_counts, cells, begins, names, K, of_head).launch(
+        self.kernel(list_keys, list_counts, cells, begins, names, K, head_rows).launch(
             grid=(blocks, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -61,7 +61,7 @@ class ColumnLists:
     @cute.kernel
     def kernel(
         self, list_keys: cute.Tensor, list_counts: cute.Tensor, cells: cute.Tensor, begins: cute.Tensor,
-        names: cute.Tensor, K: Int32, of_head: Int32,
+        names: cute.Tensor, K: Int32, head_rows: Int32,
     ) -> None:  # fmt: skip
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -81,9 +81,9 @@ class ColumnLists:
             else:
                 shared[i] = Int32(0)
         cute.arch.sync_threads()
-        rows = cute.ceil_div(of_head, SEGMENTS)
-        first = head * of_head + cutlass.min(segment * rows, of_head)
-        last = head * of_head + cutlass.min((segment + 1) * rows, of_head)
+        rows = cute.ceil_div(head_rows, SEGMENTS)
+        first = head * head_rows + cutlass.min(segment * rows, head_rows)
+        last = head * head_rows + cutlass.min((segment + 1) * rows, head_rows)
         warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
         self.walk(list_keys, list_counts, names, shared, first, last, warp, lane, first_key, keys)
         if const_expr(not self.fill):
@@ -95,7 +95,7 @@ class ColumnLists:
     def walk(self, list_keys, list_counts, names, shared, first, last, warp, lane, first_key, keys):
         """The rows of a part, WARPS of them at a time; the next ones are loaded meanwhile."""
         base = shared.iterator.toint()
-        found = cute.make_rmem_tensor((self.chunks,), Int32)
+        keys_here = cute.make_rmem_tensor((self.chunks,), Int32)
         ahead = cute.make_rmem_tensor((self.chunks,), Int32)
         bits = cute.make_rmem_tensor((self.chunks,), Int32)
         own = Int32(1) << warp
@@ -107,32 +107,32 @@ class ColumnLists:
             for c in cutlass.range_constexpr(self.chunks):
                 key = ahead[c] - first_key
                 there = c * WARP + lane < number and key >= 0 and key < keys
-                found[c] = key if there else Int32(-1)
+                keys_here[c] = key if there else Int32(-1)
             count = self.load(list_keys, list_counts, start + WARPS + warp, last, lane, ahead)
             for c in cutlass.range_constexpr(self.chunks):
-                if found[c] >= 0:
+                if keys_here[c] >= 0:
                     if const_expr(self.fill):
-                        assembly(None, "red.shared.or.b32 [$0], $1;", Int32(base + 4 * (found[c] + turn)), own)
+                        assembly(None, "red.shared.or.b32 [$0], $1;", Int32(base + 4 * (keys_here[c] + turn)), own)
                     else:
-                        assembly(None, "red.shared.add.u32 [$0], $1;", Int32(base + 4 * found[c]), Int32(1))
+                        assembly(None, "red.shared.add.u32 [$0], $1;", Int32(base + 4 * keys_here[c]), Int32(1))
             if const_expr(self.fill):
                 cute.arch.sync_threads()
                 for c in cutlass.range_constexpr(self.chunks):
-                    if found[c] >= 0:
-                        bits[c] = shared[found[c] + turn]
+                    if keys_here[c] >= 0:
+                        bits[c] = shared[keys_here[c] + turn]
                         before = cute.arch.popc(bits[c] & (own - 1))
-                        place = shared[found[c]] + before
+                        place = shared[keys_here[c]] + before
                         names[place] = (start + warp) * L + c * WARP + lane
                 cute.arch.sync_threads()
                 # The last row of a key moves its next place on, and clears the word for the round after the next.
                 for c in cutlass.range_constexpr(self.chunks):
-                    if found[c] >= 0 and Uint32(bits[c]) >> Uint32(warp) == Uint32(1):
-                        shared[found[c]] = shared[found[c]] + cute.arch.popc(bits[c])
-                        shared[found[c] + turn] = Int32(0)
+                    if keys_here[c] >= 0 and Uint32(bits[c]) >> Uint32(warp) == Uint32(1):
+                        shared[keys_here[c]] = shared[keys_here[c]] + cute.arch.popc(bits[c])
+                        shared[keys_here[c] + turn] = Int32(0)
                 turn = 3 * self.keys - turn
 
     @cute.jit
-    def load(self, list_keys, list_counts, row, last, lane, found):
+    def load(self, list_keys, list_counts, row, last, lane, loaded):
         """How many keys a row has, none past the last; these, of each lane one in WARP."""
         count = Int32(0)
         if row < last:
@@ -140,5 +140,5 @@ class ColumnLists:
             for c in cutlass.range_constexpr(self.chunks):
                 # What is past the end of a list is not used: the first keys need not wait for their number.
                 if c * WARP + lane < (cute.size(list_keys, mode=[1]) if c == 0 else count):
-                    found[c] = list_keys[Int64(row), c * WARP + lane]
+                    loaded[c] = list_keys[Int64(row), c * WARP + lane]
         return count

@@ -1,4 +1,4 @@
-"""What the selecting kernel is compiled from: what does not fit the chip is refused."""
+"""The configuration of the kernel of supports; one that does not fit the chip is refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SEGMENTS = 16  # equal parts of the rows that read a key head
 
 
 @dataclass(frozen=True)
-class SelectConfig:
-    """One compiled kernel.
+class SupportConfig:
+    """The configuration of one compiled kernel.
 
-    `places` are those of a thread for the contenders of one of its rows, two neighbouring keys each, the last one for
-    what finds no other; four threads share a row.
+    A thread has `places` for the candidates of one of its rows, two neighbouring keys each. The last place takes
+    those that find no other. Four threads share a row.
     """
 
     dtype: str
@@ -25,8 +25,8 @@ class SelectConfig:
     step: int = 128  # keys
     stages: int = 3
     same: float = -1.0  # alpha - 1 of all heads: 0.5, 1.0, or -1.0 for any
-    top: bool = False  # whether the k largest are selected
-    weighed: bool = True  # whether those that surely have no weight are left out
+    top: bool = False  # whether the k largest are kept
+    weighed: bool = True  # whether keys that surely have no weight are left out
     bounds: Bounds = "every"
 
     blocks = 1
@@ -34,25 +34,25 @@ class SelectConfig:
 
     def __post_init__(self) -> None:
         if self.step % 64 or self.places > MOST_PLACES or not (self.top or self.weighed):
-            raise ValueError(f"the selecting kernel cannot run as {self}")
+            raise ValueError(f"the kernel of supports cannot run as {self}")
         check_memory(self)
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """The rows of a block."""
         return 64 * self.groups
 
     @property
     def threads(self) -> int:
-        """That compute."""
+        """The threads that compute."""
         return 2 * self.rows
 
     @property
     def place(self) -> int:
-        """Bytes from a thread's place to its next one: of two rows the scores of two keys, and the first of these."""
+        """The bytes from a thread's place to its next one: for two rows, the scores of two keys and the first key."""
         return 2 * 12 * self.threads
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring of K, contenders, where Q is at first, and barriers."""
+        """Shared memory of a block: the ring of K, candidates, where Q is at first, and barriers."""
         return 2 * self.D * self.step * self.stages + self.places * self.place + 1024

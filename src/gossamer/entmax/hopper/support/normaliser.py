@@ -1,4 +1,4 @@
-"""The normalisers of rows, at any alpha, on their contenders: see `entmax/triton/formulas.py`."""
+"""The normalisers of rows from their candidates, at any alpha: see `entmax/triton/formulas.py`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from gossamer.cute.instructions import ROWS, over_quad_sum
-from gossamer.entmax.hopper.support.candidates import Selector
-from gossamer.entmax.hopper.support.largest import Largest, number, of_places
+from gossamer.entmax.hopper.support.candidates import RowCandidates
+from gossamer.entmax.hopper.support.largest import Largest, entries_of, number
 
 EPS = 1.2e-7
-FAR = -1e30  # stands for a score that is not there: -inf times 0 would be no number
+FAR = -1e30  # stands for no score: -inf times 0 would be NaN
 MOST_STEPS = 60
-# A step of so much, in units of 1 + x, is the last one: its square, of which a few times are left, does not count. The
+# A step of at most this, relative to 1 + x, is the last: what is left is about its square, which does not count. The
 # derivative is continuous at alpha 1.5.
 NEAR = {0.5: 2e-4}
 
 
 class Normaliser(Largest):
-    """The rows of a selector, with what their weights need."""
+    """The rows, with the normalisers of their weights."""
 
-    def __init__(self, rows: Selector) -> None:
+    def __init__(self, rows: RowCandidates) -> None:
         super().__init__(rows)
         self.x = cute.make_rmem_tensor((ROWS,), Float32)  # how far lam is over the largest score
         self.factor = cute.make_rmem_tensor((ROWS,), Float32)  # 1 over the sum of the weights; NaN with NaN or inf
 
     @cute.jit
     def hold(self):
-        """Of contenders in registers, 1 + a t, where t is a score less the largest of its row."""
+        """Replace candidates in registers by 1 + a t, where t is a score minus the largest of its row."""
         for places in self.together():
             if places[0] < self.most:
-                for place, half, r in of_places(places):
+                for place, half, r in entries_of(places):
                     product = self.numbers[place, half, r]
                     if const_expr(self.config.top):
                         product = number(self.order[place, half, r])
@@ -43,7 +43,7 @@ class Normaliser(Largest):
 
     @cute.jit
     def at(self, r: cutlass.Constexpr, place):
-        """The contenders at a place, less the largest score; what is left out is far under all others."""
+        """The candidates at a place minus the largest score; a dropped one is far under all others."""
         return [
             cute.arch.fmax(score * self.rows.scale - self.top[r], Float32(FAR))
             if self.is_kept(r, place, half)
@@ -53,13 +53,13 @@ class Normaliser(Largest):
 
     @cute.jit
     def sums(self, F, U):
-        """Add p to F and u to U, of the contenders of this thread."""
+        """Add p and u of this thread's candidates to F and U."""
         if const_expr(self.held):
             less = [self.config.same * self.x[r] for r in range(ROWS)]
             for places in self.together():
                 if places[0] < self.most:
-                    for place, half, r in of_places(places):
-                        p, u = self.of_line(self.numbers[place, half, r] - less[r])
+                    for place, half, r in entries_of(places):
+                        p, u = self.line_powers(self.numbers[place, half, r] - less[r])
                         F[r], U[r] = F[r] + p, U[r] + u
         else:
             for place in cutlass.range(self.most, unroll=2):
@@ -69,8 +69,8 @@ class Normaliser(Largest):
                         F[r], U[r] = F[r] + p, U[r] + u
 
     @cute.jit
-    def of_line(self, z):
-        """p, and u = p^(2 - alpha), of 1 + a t: at alpha 1.5 and 2."""
+    def line_powers(self, z):
+        """(p, u = p^(2 - alpha)) of 1 + a t, at alpha 1.5 and 2."""
         u = cute.arch.fmax(z, Float32(0.0))
         p = u
         if const_expr(self.config.same == 0.5):
@@ -81,7 +81,7 @@ class Normaliser(Largest):
 
     @cute.jit
     def powers(self, t):
-        """p, and u = p^(2 - alpha), of a score less lam, at any alpha."""
+        """(p, u = p^(2 - alpha)) of a score minus lam, at any alpha."""
         w = self.a * t + 1.0
         # log(w) / a without the rounding of w: log(w) t / (w - 1), and t where w is 1.
         rounded = w - 1.0
@@ -101,7 +101,7 @@ class Normaliser(Largest):
 
     @cute.jit
     def general_newton(self, F, U):
-        """`newton` of any alpha."""
+        """The step of `newton` at any alpha."""
         log = cute.math.log(F)
         grown = cute.math.exp(self.a * log)
         rounded = cute.math.log(grown)
@@ -129,7 +129,7 @@ class Normaliser(Largest):
             low[r], high[r] = Float32(0.0), longest * (1.0 + 4.0 * EPS)
             self.x[r] = Float32(0.0)
             if const_expr(not c.top):
-                # What the bound was made of is under lam, by its margin.
+                # The normaliser that gave the bound is at most lam.
                 start = rows.bound[r] * rows.scale + rows.inverse - self.top[r]
                 self.x[r] = start if start > 0.0 and start < high[r] else Float32(0.0)
         if const_expr(self.held):
@@ -152,7 +152,7 @@ class Normaliser(Largest):
                 far = size > NEAR.get(c.same, 64.0 * EPS) * (1.0 + x) and high[r] > low[r] and step < MOST_STEPS
                 new = 0.5 * (low[r] + high[r]) if far and step % 8 == 7 else new
                 new = new if move == move else x
-                # What the sum of the weights is there, to the square of the step.
+                # The sum of the weights at the new lam, up to the square of the step.
                 total = total - (new - x) * slope
                 self.factor[r] = 1.0 / (total if total > 0.0 else Float32(1.0))
                 self.x[r] = new

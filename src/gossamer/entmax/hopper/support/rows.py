@@ -1,4 +1,4 @@
-"""Which rows a block has, and the key tiles that it walks."""
+"""The rows of a block, and the key tiles that it walks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 
-class Rows(NamedTuple):
-    """Where a block is, and its tiles."""
+class BlockRows(NamedTuple):
+    """The rows of a block and their tiles."""
 
     batch: Any
     head: Any
     group: Any
-    tile: Any  # of the rows of its head
+    tile: Any  # the tile of rows of its head
     begin: Any  # the first key tile
-    sample: Any  # how many tiles are walked before all are: an even number
-    tiles: Any  # how many there are, and one more where they are odd
+    sample: Any  # the number of tiles of the sample, which is even
+    tiles: Any  # the number of all tiles, rounded up to an even one
 
 
-def rows_of(block: Any) -> Rows:
-    """The rows of this block; the last ones of a head come first."""
+def rows_of(block: Any) -> BlockRows:
+    """The rows of this block; the last rows of a head come first."""
     a, c = block.arguments, block.config
     H, Q = cute.size(a.q.tensor, mode=[2]), cute.size(a.q.tensor, mode=[0])
     G, K = cute.size(a.k.tensor, mode=[2]), cute.size(a.k.tensor, mode=[0])
@@ -40,16 +40,16 @@ def rows_of(block: Any) -> Rows:
     begin = first // c.step
     tiles = cutlass.max(cute.ceil_div(end, c.step) - begin, Int32(0))
     sample = 2 * cutlass.max(tiles // (2 * a.every), Int32(1))
-    return Rows(lead // H, head, head // (H // G), tile, begin, sample, tiles + tiles % 2)
+    return BlockRows(lead // H, head, head // (H // G), tile, begin, sample, tiles + tiles % 2)
 
 
-def steps_of(rows: Rows) -> Any:
-    """How many tiles are loaded: those of the sample, then all, then one whose product nobody reads."""
+def steps_of(rows: BlockRows) -> Any:
+    """The number of tiles that are loaded: the sample, then all, then one whose product nobody reads."""
     return rows.sample + rows.tiles + 1
 
 
 @cute.jit
 def tile_of(rows, step, every):
-    """The tile of a step; it may lie past the last one, where no row sees a key."""
+    """The tile of a step; it may lie past the last one, which no row sees."""
     tile = step * every if step < rows.sample else step - rows.sample
     return rows.begin + tile

@@ -1,4 +1,4 @@
-"""From the contenders of a warpgroup's rows, in shared memory, to the lists of their supports, with exact normalisers.
+"""The lists of supports of a warpgroup's rows, with exact normalisers, from their candidates in shared memory.
 
 Formulas are those of `entmax/triton/formulas.py` and `finish.py`; the four threads of a row add up what each has.
 """
@@ -15,16 +15,16 @@ from gossamer.cute.instructions import ROWS, assembly
 from gossamer.entmax.hopper.support.largest import BIT, PAIR, TOGETHER
 from gossamer.entmax.hopper.support.normaliser import Normaliser
 
-# At alpha 2 a weight under its rounding is 0: the derivative jumps there, and equal scores may be at the threshold.
+# At alpha 2 a weight under its rounding error is 0: the derivative jumps, and equal scores may lie at the threshold.
 LEAST = 4e-7
 
 
 class Supports(Normaliser):
-    """The rows of a selector when all of their keys have been looked at."""
+    """The rows, with their lists and statistics."""
 
     @cute.jit
     def write(self):
-        """Everything of the rows."""
+        """Compute and write the lists and the statistics of the rows."""
         c, a = self.config, self.arguments
         for r in cutlass.range_constexpr(ROWS):
             self.after[r] = -Float32.inf
@@ -50,11 +50,11 @@ class Supports(Normaliser):
                 upto = upto + (before if rows.quad >= 1 << step else Int32(0))
             size = cute.arch.shuffle_sync(upto, rows.thread.lane | 3)
             first[r] = upto - own
-            fits = size <= L and rows.given_up[r] == 0 and inside[r]
+            fits = size <= L and rows.overflowed[r] == 0 and inside[r]
             if rows.quad == 0 and inside[r]:
                 a.list_counts[number[r]] = size if fits else Int32(-1)
                 if const_expr(c.weighed):  # noqa: SIM102
-                    if a.told != 0 and fits:
+                    if a.requested != 0 and fits:
                         self.tell(r, number[r], size)
             for half in cutlass.range_constexpr(PAIR):
                 self.kept[half, r] = self.kept[half, r] if fits else Int32(0)
@@ -62,11 +62,11 @@ class Supports(Normaliser):
         for i in cutlass.range(0, cute.arch.warp_redux_sync(most, kind="max"), TOGETHER, unroll=1):
             for r in cutlass.range_constexpr(ROWS):
                 # All are read before the first is written.
-                found = [self.next_kept(r) for _ in range(TOGETHER)]
-                keys = [rows.key(r, place) + half for place, half, _ in found]
-                weights = [self.weight(r, place, half) for place, half, _ in found]
+                kept = [self.next_kept(r) for _ in range(TOGETHER)]
+                keys = [rows.key(r, place) + half for place, half, _ in kept]
+                weights = [self.weight(r, place, half) for place, half, _ in kept]
                 to = Int64(number[r] - a.first_listed)
-                for n, (_, _, there) in enumerate(found):
+                for n, (_, _, there) in enumerate(kept):
                     if there:
                         a.list_keys[to, first[r] + i + n] = keys[n]
                         if const_expr(c.weighed):
@@ -74,7 +74,7 @@ class Supports(Normaliser):
 
     @cute.jit
     def next_kept(self, r: cutlass.Constexpr):
-        """(place, which of its keys, whether there is one) of the next contender that is kept, which is taken out.
+        """Take out the next candidate that is kept: (place, first or second key, whether there is one).
 
         The first keys of places come before the second ones.
         """
@@ -87,31 +87,31 @@ class Supports(Normaliser):
         return place, Int32(1) if second else Int32(0), bits != 0
 
     def weight(self, r: int, place: Any, half: Any) -> Any:
-        """What stands in the place of a product."""
+        """The weight, which stands in the place of a product."""
         at = Int32(self.rows.start[r] + place * self.rows.place + 4 * half)
         return assembly(Float32, "ld.shared.f32 $0, [$1];", at)
 
     @cute.jit
     def weigh(self):
-        """Put weights where the products were; contenders without one are left out, and NaN is not."""
+        """Replace products by weights; candidates without a weight are dropped, those of NaN are not."""
         if const_expr(self.held):
             for places in self.together():
                 if places[0] < self.most:
                     for place in places:
                         for r in cutlass.range_constexpr(ROWS):
                             less = self.config.same * self.x[r]
-                            found = [self.of_line(self.numbers[place, half, r] - less) for half in range(PAIR)]
-                            self.weigh_place(r, Int32(place), [p for p, _ in found], Int32(BIT[place]))
+                            powers = [self.line_powers(self.numbers[place, half, r] - less) for half in range(PAIR)]
+                            self.weigh_place(r, Int32(place), [p for p, _ in powers], Int32(BIT[place]))
         else:
             for place in cutlass.range(self.most, unroll=1):
                 for r in cutlass.range_constexpr(ROWS):
-                    found = [self.powers(t - self.x[r]) for t in self.at(r, place)]
-                    self.weigh_place(r, place, [p for p, _ in found], Int32(1) << place)
+                    powers = [self.powers(t - self.x[r]) for t in self.at(r, place)]
+                    self.weigh_place(r, place, [p for p, _ in powers], Int32(1) << place)
 
     @cute.jit
-    def weigh_place(self, r: cutlass.Constexpr, place, found, bit):
-        """As `weigh`, of one place, whose weights before they are divided by their sum are given."""
-        weights = [Float32(p * self.factor[r]) for p in found]
+    def weigh_place(self, r: cutlass.Constexpr, place, powers, bit):
+        """Replace the products at one place; `powers` are the weights before they are divided by their sum."""
+        weights = [Float32(p * self.factor[r]) for p in powers]
         for half, p in enumerate(weights):
             least = const_expr(LEAST if self.config.same == 1.0 else 0.0)
             self.kept[half, r] = self.kept[half, r] & ~bit if p <= least else self.kept[half, r]
@@ -121,7 +121,7 @@ class Supports(Normaliser):
 
     @cute.jit
     def tell(self, r: cutlass.Constexpr, number, size):
-        """Write what is known of a row."""
+        """Write the normaliser, the size of the support and the certificate of a row."""
         a = self.arguments
         lam = self.top[r] + self.x[r] + 0.0 * self.factor[r]
         lam = Float32.inf if self.top[r] == -Float32.inf else lam

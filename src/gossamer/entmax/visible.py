@@ -1,6 +1,6 @@
-"""Which keys the rows of a call may see: a pattern, a mask, a layout and positions, for some rows of a head at a time.
+"""The keys that rows may see by a pattern, a mask, a layout and positions, for some rows of a head at a time.
 
-Nothing here is as large as N x N: each source is asked for a block of query rows, and answers with the keys that any
+Nothing here is N x N: each source is asked for a block of query rows, and gives the keys that any
 of these may see and a mask over them.
 """
 
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
 
 
 class Source(Protocol):
-    """One reason for which a row sees a key or not."""
+    """One of the conditions under which a row sees a key."""
 
     shared: bool  # by all batch elements and heads
 
@@ -39,7 +39,7 @@ class Source(Protocol):
         """The keys for query rows [start, stop) of a head; `start` is a multiple of BLOCK."""
 
 
-class Candidates:
+class VisibleKeys:
     """The keys that every source lets a row see."""
 
     def __init__(self, sources: Sequence[Source], Q: int, K: int, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Candidates:
 
 
 def both(one: Seen, other: Seen) -> Seen:
-    """What two sources let rows see."""
+    """The keys that two sources both let rows see."""
     if len(other.keys) < len(one.keys):
         one, other = other, one
     common = torch.isin(one.keys, other.keys, assume_unique=True)
@@ -71,7 +71,7 @@ def both(one: Seen, other: Seen) -> Seen:
     return Seen(keys, more if mask is None else mask & more)
 
 
-class OfIntervals:
+class IntervalSource:
     """Row r sees keys [lo[r], hi[r]), both non-decreasing."""
 
     shared = True
@@ -89,14 +89,14 @@ class OfIntervals:
         return Seen(keys, (keys >= lo[:, None]) & (keys < hi[:, None]))
 
 
-class OfPattern:
+class PatternSource:
     """A pattern of any form: by lists of pairs where it has them, else by the tiles that may hold a kept pair."""
 
     def __init__(self, pattern: Pattern, sizes: Sizes) -> None:
         parts, self.which = pattern.distinct()
         self.parts = [part.lower(sizes) for part in parts]
         self.sizes, self.shared = sizes, len(parts) == 1
-        self.intervals = [None if (x := part.intervals(sizes)) is None else OfIntervals(x) for part in self.parts]
+        self.intervals = [None if (x := part.intervals(sizes)) is None else IntervalSource(x) for part in self.parts]
         self._asked, self._known = -1, dict[int, Seen]()  # of the last block of rows, what each part lets it see
 
     def seen(self, b: int, h: int, start: int, stop: int) -> Seen:
@@ -129,11 +129,11 @@ class OfPattern:
         (mixed,) = np.nonzero(classes != FULL)
         if len(mixed):
             packed[mixed] &= part.shared_tile_masks(grid, ti[mixed], tj[mixed])
-        return of_tiles(tj, unpack_bits(packed), stop - start, self.sizes.K)
+        return seen_in_tiles(tj, unpack_bits(packed), stop - start, self.sizes.K)
 
 
-def of_tiles(columns: np.ndarray, tiles: np.ndarray, rows: int, K: int) -> Seen:
-    """What rows see by the masks (T, rows or more, width) of the tiles in ascending `columns`."""
+def seen_in_tiles(columns: np.ndarray, tiles: np.ndarray, rows: int, K: int) -> Seen:
+    """The keys that rows see by the masks (T, rows or more, width) of the tiles in ascending `columns`."""
     width = tiles.shape[2]
     keys = (columns[:, None] * width + np.arange(width)).reshape(-1)
     mask = tiles[:, :rows].transpose(1, 0, 2).reshape(rows, -1)
@@ -141,7 +141,7 @@ def of_tiles(columns: np.ndarray, tiles: np.ndarray, rows: int, K: int) -> Seen:
     return Seen(torch.from_numpy(keys[there]), torch.from_numpy(mask[:, there]))
 
 
-class OfLayout:
+class LayoutSource:
     """The tiles of a BlockLayout."""
 
     def __init__(self, walk: Walk) -> None:
@@ -152,17 +152,17 @@ class OfLayout:
         Bl, Hl = walk.lead
         b, h = min(b, Bl - 1), min(h, Hl - 1)
         height, width = walk.block_rows, walk.block_columns
-        found = []
+        tile_rows = []
         for t in range(start // height, -(-stop // height)):
             columns, tiles = self._tiles(b, h, t)
             first, last = max(start, t * height), min(stop, (t + 1) * height)
             tiles = tiles[:, first - t * height : last - t * height]
-            found.append((columns, tiles, first - start, last - start))
-        columns = distinct(np.sort(np.concatenate([columns for columns, *_ in found])))
+            tile_rows.append((columns, tiles, first - start, last - start))
+        columns = distinct(np.sort(np.concatenate([columns for columns, *_ in tile_rows])))
         every = np.zeros((len(columns), stop - start, width), dtype=bool)
-        for own, tiles, first, last in found:
+        for own, tiles, first, last in tile_rows:
             every[np.searchsorted(columns, own), first:last] = tiles
-        return of_tiles(columns, every, stop - start, walk.columns)
+        return seen_in_tiles(columns, every, stop - start, walk.columns)
 
     def _tiles(self, b: int, h: int, t: int) -> tuple[np.ndarray, np.ndarray]:
         """The tile columns of a tile row, and the masks (T, block_rows, block_columns) of its tiles."""
@@ -174,22 +174,22 @@ class OfLayout:
             place = slice(first, first + int(listed.counts[b, h, t]))
             tj = listed.indices[place].astype(np.int64)
             if kind == "full":
-                of_kind = np.ones((len(tj), height, width), dtype=bool)
+                masks = np.ones((len(tj), height, width), dtype=bool)
             elif kind == "bits":
-                of_kind = unpack_bits(walk.pool[walk.pool_index[place]])
+                masks = unpack_bits(walk.pool[walk.pool_index[place]])
             elif len(tj):
                 lo, hi = (x[b, h, t * height : (t + 1) * height, None] for x in (walk.lo, walk.hi))
                 j = tj[:, None, None] * width + np.arange(width)
-                of_kind = np.zeros((len(tj), height, width), dtype=bool)
-                of_kind[:, : len(lo)] = (j >= lo) & (j < hi)
+                masks = np.zeros((len(tj), height, width), dtype=bool)
+                masks[:, : len(lo)] = (j >= lo) & (j < hi)
             else:
-                of_kind = np.zeros((0, height, width), dtype=bool)
+                masks = np.zeros((0, height, width), dtype=bool)
             columns.append(tj)
-            tiles.append(of_kind)
+            tiles.append(masks)
         return np.concatenate(columns), np.concatenate(tiles)
 
 
-class OfLists:
+class ListSource:
     """The keys that a GatherLayout lists, of groups of one row each."""
 
     def __init__(self, walk: GatherWalk, H: int) -> None:
@@ -212,7 +212,7 @@ class OfLists:
         return Seen(torch.from_numpy(keys), torch.from_numpy(mask))
 
 
-class OfMask:
+class MaskSource:
     """A boolean mask that broadcasts to (B, H, Q, K)."""
 
     def __init__(self, mask: Tensor, Q: int, K: int) -> None:
@@ -227,7 +227,7 @@ class OfMask:
         return Seen(keys, mask if len(keys) == mask.shape[1] else mask[:, keys])
 
 
-class OfPositions:
+class PositionSource:
     """A key is seen where its position is at most that of the query; positions broadcast to (B, H, N)."""
 
     def __init__(self, q_positions: Tensor, k_positions: Tensor) -> None:
@@ -235,13 +235,13 @@ class OfPositions:
         self.shared = all(x.shape[0] == x.shape[1] == 1 for x in (self.of_q, self.of_k))
 
     def seen(self, b: int, h: int, start: int, stop: int) -> Seen:
-        of_q, of_k = (x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)] for x in (self.of_q, self.of_k))
-        of_q = of_q[start:stop]
-        keys = (of_k <= of_q.max()).nonzero().squeeze(1)
-        of_k = of_k[keys]
-        if not len(keys) or bool(of_k.max() <= of_q.min()):
+        q_positions, k_positions = (x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)] for x in (self.of_q, self.of_k))
+        q_positions = q_positions[start:stop]
+        keys = (k_positions <= q_positions.max()).nonzero().squeeze(1)
+        k_positions = k_positions[keys]
+        if not len(keys) or bool(k_positions.max() <= q_positions.min()):
             return Seen(keys, None)
-        return Seen(keys, of_k <= of_q[:, None])
+        return Seen(keys, k_positions <= q_positions[:, None])
 
 
 def leading(x: Tensor, dims: int) -> Tensor:
