@@ -1,4 +1,4 @@
-"""The kernels of gated attention and of thresholds compile without a GPU, fit its shared memory, and on compute
+"""The kernels of SparseK attention and of thresholds compile without a GPU, fit its shared memory, and on compute
 capability 9.0 ptxas leaves their products asynchronous.
 
 Compilation runs in a process of its own, with a cache that is thrown away.

@@ -1,4 +1,4 @@
-"""The forward of gated attention for compute capability 9.0: compiled without a GPU, and on one against float64."""
+"""The forward of SparseK attention for compute capability 9.0: compiled without a GPU, and on one against float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossamer.kernels.hopper import missing_packages
 from gossamer.sparse_k import attention as sparse_k_attention
 from gossamer.sparse_k import chunks
 from gossamer.sparse_k.hopper import compiled
-from gossamer.sparse_k.hopper.configurations import GatedConfig
+from gossamer.sparse_k.hopper.configurations import SparseKConfig
 from gossamer.sparse_k.launch import hopper as hopper_calls
 from gossamer.sparse_k.launch import triton as triton_calls
 from gossamer.sparse_k.launch.problem import Operands, Options
@@ -52,10 +52,10 @@ def test_reasons() -> None:
     assert "multiples of 8 up to 128" in refused((1, 1, 1, 1, 30, 64, 136))
     assert "no gate 'kv'" in refused(gate="kv")
     assert "the scale is positive" in refused(scale=0.0)
-    with pytest.raises(ValueError, match="no kernel of gated attention as"):
-        GatedConfig("bfloat16", 96, True)
+    with pytest.raises(ValueError, match="no kernel of SparseK attention as"):
+        SparseKConfig("bfloat16", 96, True)
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        GatedConfig("bfloat16", 128, True, stages=3)
+        SparseKConfig("bfloat16", 128, True, stages=3)
 
 
 @needs_compiler
@@ -63,7 +63,7 @@ def test_a_call_passes_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
     from gossamer.sparse_k.hopper import entries
 
     given: list[Any] = []
-    monkeypatch.setattr(compiled, "gated", lambda config: lambda *arguments: given.extend((config, *arguments)))
+    monkeypatch.setattr(compiled, "forward", lambda config: lambda *arguments: given.extend((config, *arguments)))
     every = triton_calls.Lists(torch.zeros(2, 1, 300, dtype=torch.int32), torch.zeros(2, 1, 1, dtype=torch.int32), 300)
     monkeypatch.setattr(triton_calls, "live_keys", lambda last, o: every)
     monkeypatch.setattr(hopper_calls, "processors", lambda device: 132)
@@ -72,7 +72,7 @@ def test_a_call_passes_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(triton_calls, "lists", lambda *arguments: tiles)
     hopper_calls.forward(x, o)
     config, *arguments = given
-    wanted = entries.gated(config).arguments
+    wanted = entries.forward(config).arguments
     assert len(wanted) == len(arguments)
     sizes: dict[Any, int] = {}  # one symbol is one size
     for want, found in zip(wanted, arguments, strict=True):
@@ -86,9 +86,9 @@ def test_a_call_passes_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "gated"), [(64, False), (128, False), (128, True)])
-def test_kernels_compile(size: int, gated: bool) -> None:
-    registers, stack = resources(compiled.gated.object(GatedConfig("bfloat16", size, gated)))
+@pytest.mark.parametrize(("size", "gates"), [(64, False), (128, False), (128, True)])
+def test_kernels_compile(size: int, gates: bool) -> None:
+    registers, stack = resources(compiled.forward.object(SparseKConfig("bfloat16", size, gates)))
     assert registers and max(registers) <= 255
     assert not any(stack)
 

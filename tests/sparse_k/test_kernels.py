@@ -1,4 +1,4 @@
-"""Triton kernels of gated attention and of thresholds, in the interpreter on the CPU, and on a GPU, against operations
+"""Triton kernels of SparseK attention and of thresholds, in the interpreter and on a GPU, against operations
 of torch in float64."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def operands(given: list[Tensor], options: dict[str, Any]) -> tuple[Operands, Op
     """As `sparsek_attention` makes them."""
     q, k, v, u = given
     o = {"scale": None, "straight_through": False, "window": 0, "keep": "topk", "gate": "v"} | options
-    kept = sparse_k_attention._kept(u, o["k_keep"], o["keep"], True, o["straight_through"])
+    kept = sparse_k_attention._selected_keys(u, o["k_keep"], o["keep"], True, o["straight_through"])
     scale = q.shape[3] ** -0.5 if o["scale"] is None else o["scale"]
     window = min(o["window"], q.shape[2])
     return (

@@ -30,7 +30,7 @@ from gossamer.torch.structure.chosen import BLOCKS
 
 
 class SelectedBlocks(BlockIndices):
-    """What `topk_blocks` gives: `BlockIndices`, causal where they were chosen so, with what is known of the choice.
+    """The result of `topk_blocks`: `BlockIndices`, causal where they were chosen so, and how much they cover.
 
     Attributes:
         indices: (B, heads, T, n) int32, T = ceil(Q / block_size), heads H or, where a group shares its list, G. Blocks
@@ -82,15 +82,15 @@ class SelectedBlocks(BlockIndices):
             >>> bool((chosen.kept_mass(lse) <= (lse - every).exp() * (1 + 1e-5)).all())
             True
         """
-        made = self._choice
-        if made.score != "bound":
+        choice = self._choice
+        if choice.score != "bound":
             raise Unsupported(
                 f'kept_mass needs blocks that were chosen with score="bound", which bounds every score; '
-                f"these were chosen with score={made.score!r}"
+                f"these were chosen with score={choice.score!r}"
             )
-        q, k, block = made.q, made.k, made.block_size
+        q, k, block = choice.q, choice.k, choice.block_size
         (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
-        shape = (B, H, Q)[3 - (made.dims - 1) :]
+        shape = (B, H, Q)[3 - (choice.dims - 1) :]
         wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
         if not isinstance(lse, Tensor) or lse.shape != shape or lse.dtype != wanted or lse.device != q.device:
             raise ValueError(f"lse must be a tensor of shape {shape}, {wanted}, on {q.device}; got {describe(lse)}")
@@ -102,32 +102,32 @@ class SelectedBlocks(BlockIndices):
             largest = k.abs().amax(2).double()  # (B, G, D)
             # The heads of a group, or 1; blocks as rows have them.
             dropped = ~self._kept(-(-K // block)).unflatten(1, (G, -1))
-            found = []
-            for rows in row_bounds(q, k, block, made.scale, torch.float64):
+            shares = []
+            for rows in row_bounds(q, k, block, choice.scale, torch.float64):
                 seen = self._keys_seen(rows.first, rows.end, Q, K)
                 left = dropped[:, :, :, rows.first // block : -(-rows.end // block)].repeat_interleave(block, 3)
                 left = left[:, :, :, : rows.end - rows.first] & (seen > 0)
                 heaviest = rows.bounds + seen.clamp(min=1).double().log()
                 weight = heaviest.masked_fill(~left, -torch.inf).logsumexp(-1)
                 part = q[:, :, rows.first : rows.end].double().abs().unflatten(1, (G, -1))
-                size = abs(made.scale) * (part * largest[:, :, None, None]).sum(-1)  # S
+                size = abs(choice.scale) * (part * largest[:, :, None, None]).sum(-1)  # S
                 kept = L[..., rows.first : rows.end]
                 kept = kept - unit * ((2 * D + 64) * size + 4 * kept.abs() + K / 16 + 320)
                 # Bounds and this sum in float64: D products, C terms.
                 weight = weight + 2.0**-52 * ((2 * D + 8) * size + weight.abs() + seen.shape[1] + 1024)
                 share = torch.sigmoid(kept - weight) * (1 - 16 * unit - 2.0**-40)
                 share = torch.where(share >= torch.finfo(lse.dtype).tiny, share, 0.0)  # what is less is rounded up, too
-                found.append(torch.where(left.any(-1), share, 1.0))
-            return torch.cat(found, 3).to(lse.dtype).reshape(shape)
+                shares.append(torch.where(left.any(-1), share, 1.0))
+            return torch.cat(shares, 3).to(lse.dtype).reshape(shape)
 
     def _kept(self, C: int) -> Tensor:
-        """(B, heads, T, C): whether a block is chosen."""
+        """(B, heads, T, C) bool: the chosen blocks."""
         index = torch.where(self.indices < 0, C, self.indices).long()
         kept = torch.zeros((*index.shape[:3], C + 1), dtype=torch.bool, device=index.device)
         return kept.scatter(3, index, torch.ones_like(index, dtype=torch.bool))[..., :C]
 
     def _keys_seen(self, first: int, end: int, Q: int, K: int) -> Tensor:
-        """How many keys of each block each of some rows sees: (rows, C)."""
+        """(rows, C): the number of keys of each block that each row sees."""
         block, device = self.block_size, self.indices.device
         start = torch.arange(0, K, block, device=device)
         stop = (start + block).clamp(max=K).expand(end - first, -1)
@@ -138,11 +138,11 @@ class SelectedBlocks(BlockIndices):
 
 
 class Choice(NamedTuple):
-    """What blocks were chosen from, and how."""
+    """The tensors and options from which blocks were chosen."""
 
     q: Tensor  # (B, H, Q, D)
     k: Tensor
-    dims: int  # that q was given with
+    dims: int  # the dimensions of the q that was given
     block_size: int
     causal: bool
     score: str
@@ -154,7 +154,7 @@ def topk_blocks(
     score: Literal["mean", "bound"] = "mean", local: int = 1, first: int = 1, per: Literal["head", "group"] = "head",
     scale: float | Tensor | None = None, layout: Layout = "bhnd",
 ) -> SelectedBlocks:  # fmt: skip
-    """For each block of queries the key blocks of the highest scores, as a pattern that `attention` takes.
+    """The key blocks of the highest scores for each block of queries, as a pattern that `attention` takes.
 
     `per="head"`, a list for every query head, is the choice of video sparse attention (VSA) and, but for whole blocks
     of queries instead of single ones, of MoBA; `per="group"`, one list for the query heads of a key head, that of NSA.

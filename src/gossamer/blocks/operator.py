@@ -23,7 +23,7 @@ library.define(
 
 
 def choose(q: Tensor, k: Tensor, *options: Any) -> Taken:
-    """The lists of `by_operations`, which says what the options are."""
+    """The lists of blocks, by kernels or by operations; `options` are those of `by_operations`."""
     if 0 in q.shape or 0 in k.shape:
         (B, H, Q, _), G = q.shape, k.shape[1]
         block, n, _, group, *_ = options
@@ -35,7 +35,7 @@ def choose(q: Tensor, k: Tensor, *options: Any) -> Taken:
 
 
 def takes(q: Tensor, C: int, n: int) -> bool:
-    """Whether there are kernels that choose n of C blocks."""
+    """Whether kernels choose n of C blocks."""
     if not q.is_cuda or q.dtype == torch.float64 or q.shape[3] > MOST_HEAD_SIZE:
         return False
     launch = _launch()
@@ -44,7 +44,7 @@ def takes(q: Tensor, C: int, n: int) -> bool:
 
 @cache
 def _launch() -> Any:
-    """The module that launches the kernels; None without Triton, which they are written in."""
+    """The module that launches the kernels; None without Triton."""
     return importlib.import_module("gossamer.blocks.triton.launch") if has_triton() else None
 
 
@@ -57,8 +57,8 @@ def _choose_blocks(q: Tensor, k: Tensor, block: int, n: int, *options: Any) -> t
     if not takes(q, -(-k.shape[2] // block), n):
         return by_operations(q, k, block, n, *options)
     with torch.cuda.device_of(q):
-        found: tuple[Tensor, Tensor] = _launch().choose_blocks(q, k, block, n, *options)
-    return found
+        lists: tuple[Tensor, Tensor] = _launch().choose_blocks(q, k, block, n, *options)
+    return lists
 
 
 def _fake_choose_blocks(

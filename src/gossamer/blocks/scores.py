@@ -12,14 +12,14 @@ MOST = 2**23  # bounds that are held at once
 
 
 class Extremes(NamedTuple):
-    """Of the keys of each block, (B, G, C, D)."""
+    """The extremes of the keys of each block, (B, G, C, D)."""
 
     least: Tensor
     most: Tensor
 
 
-class Rows(NamedTuple):
-    """Bounds of some rows."""
+class RowBounds(NamedTuple):
+    """The bounds of rows [first, end)."""
 
     first: int
     end: int
@@ -41,7 +41,7 @@ def means(x: Tensor, block: int, wide: torch.dtype) -> Tensor:
 
 
 def extremes(k: Tensor, block: int) -> Extremes:
-    """Those of each dimension of the keys of each block."""
+    """The least and the largest value of each dimension in each block of keys."""
     return Extremes(per_block(k, block, lambda part: part.amin(-2)), per_block(k, block, lambda part: part.amax(-2)))
 
 
@@ -56,15 +56,15 @@ def mean_scores(q: Tensor, k: Tensor, block: int, scale: float, group: bool) -> 
 
 def bound_scores(q: Tensor, k: Tensor, block: int, scale: float, group: bool) -> Tensor:
     """The largest bound of the rows of each block of queries: (B, heads, T, C)."""
-    found = []
+    block_bounds = []
     for rows in row_bounds(q, k, block, scale, _wide(q)):
         bounds = rows.bounds.amax(2, keepdim=True) if group else rows.bounds
-        found.append(per_block(bounds, block, lambda part: part.amax(-2)))
-    return torch.cat(found, 3).flatten(1, 2)
+        block_bounds.append(per_block(bounds, block, lambda part: part.amax(-2)))
+    return torch.cat(block_bounds, 3).flatten(1, 2)
 
 
-def row_bounds(q: Tensor, k: Tensor, block: int, scale: float, wide: torch.dtype) -> Iterator[Rows]:
-    """Of each row and block of keys sum_d max(q_d m_d, q_d M_d) * scale, m and M the extremes of the block's keys.
+def row_bounds(q: Tensor, k: Tensor, block: int, scale: float, wide: torch.dtype) -> Iterator[RowBounds]:
+    """Bounds of scores: sum_d max(q_d m_d, q_d M_d) * scale for each row and block of keys with the extremes m and M.
 
     No score of a key of the block is larger. As relu(q) . M - relu(-q) . m it is two products. Rows come in whole
     blocks of queries, so many that at most MOST bounds are held, or those of one block of every head.
@@ -77,7 +77,7 @@ def row_bounds(q: Tensor, k: Tensor, block: int, scale: float, wide: torch.dtype
     for first in range(0, Q, step):
         end = min(first + step, Q)
         rows = q[:, :, first:end].to(wide).unflatten(1, (G, -1))
-        yield Rows(first, end, scale * (rows.clamp(min=0) @ most - (-rows).clamp(min=0) @ least))
+        yield RowBounds(first, end, scale * (rows.clamp(min=0) @ most - (-rows).clamp(min=0) @ least))
 
 
 def _wide(q: Tensor) -> torch.dtype:

@@ -231,11 +231,11 @@ class PositionSource:
     """A key is seen where its position is at most that of the query; positions broadcast to (B, H, N)."""
 
     def __init__(self, q_positions: Tensor, k_positions: Tensor) -> None:
-        self.of_q, self.of_k = (leading(x, 3).to(torch.int64) for x in (q_positions, k_positions))
-        self.shared = all(x.shape[0] == x.shape[1] == 1 for x in (self.of_q, self.of_k))
+        self.q, self.k = (leading(x, 3).to(torch.int64) for x in (q_positions, k_positions))
+        self.shared = all(x.shape[0] == x.shape[1] == 1 for x in (self.q, self.k))
 
     def seen(self, b: int, h: int, start: int, stop: int) -> Seen:
-        q_positions, k_positions = (x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)] for x in (self.of_q, self.of_k))
+        q_positions, k_positions = (x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)] for x in (self.q, self.k))
         q_positions = q_positions[start:stop]
         keys = (k_positions <= q_positions.max()).nonzero().squeeze(1)
         k_positions = k_positions[keys]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.checks import boolean, integer
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.sparse_k.autograd import gated_forward
+from gossamer.sparse_k.autograd import sparse_k_forward
 from gossamer.sparse_k.launch.problem import Gate
 from gossamer.sparse_k.operator import last_topk, sparsek, sparsek_causal
 from gossamer.torch.arguments import (
@@ -26,18 +26,18 @@ from gossamer.torch.scale import with_number
 from gossamer.torch.transforms import refuse_transforms
 
 Keep = Literal["topk", "support"]
-SUPPORT = 4  # times k, for which lists of supports have room; of scores that are normal it is 1.1 to 2.5 times k
+SUPPORT = 4  # lists of supports have room for so many times k; Gaussian scores take 1.1 to 2.5 times
 
 
-class Kept(NamedTuple):
-    """What is attended, each (B, U, N), U the heads of u."""
+class SelectedKeys(NamedTuple):
+    """The scores and thresholds of keys, and until when each is kept: (B, U, N), U the heads of u."""
 
     u: Tensor
     tau: Tensor
     last: Tensor
     last_gated: Tensor
-    live: int  # so many keys are kept at any step
-    certain: bool  # and no more; else that follows from the scores
+    live: int  # the number of keys that are kept at any step
+    certain: bool  # whether no more than `live` can be; else that depends on the scores
 
 
 @overload
@@ -116,9 +116,9 @@ def sparsek_attention(
         True
     """
     c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
-    kept = _kept(c.u, c.k_keep, keep, causal, straight_through)
+    kept = _selected_keys(c.u, c.k_keep, keep, causal, straight_through)
     wide = type_of_scores(c.q, c.u)
-    out, lse = gated_forward(
+    out, lse = sparse_k_forward(
         c.q, c.k, c.v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.last_gated, c.window, gate, causal, c.scale,
         straight_through, kept.live, kept.certain, None,
     )  # fmt: skip
@@ -127,11 +127,11 @@ def sparsek_attention(
 
 
 def type_of_scores(q: Tensor, u: Tensor) -> torch.dtype:
-    """The type of u - tau: that of u, which float32 would round apart, or the wider one that is computed in."""
+    """The type that u - tau is computed in: the wider one of u's, whose digits count, and the call's."""
     return torch.promote_types(u.dtype, compute_dtype(q.dtype))
 
 
-class Call(NamedTuple):
+class SparseKCall(NamedTuple):
     """The arguments of a call in one form."""
 
     q: Tensor  # (B, H, N, D)
@@ -147,7 +147,7 @@ class Call(NamedTuple):
 def check_call(
     q: Any, k: Any, v: Any, u: Any, k_keep: Any, window: Any, keep: Any, gate: Any, causal: Any, scale: Any,
     straight_through: Any, return_lse: Any,
-) -> Call:  # fmt: skip
+) -> SparseKCall:  # fmt: skip
     """The arguments of `sparsek_attention` in one form.
 
     Raises:
@@ -181,37 +181,37 @@ def check_call(
     _check_choice("gate", gate, ("v", "kv", "logit", None))
     if boolean("straight_through", straight_through) and gate not in ("v", None):
         raise ValueError(f'straight_through must be False with gate {describe(gate)}; it is of gate "v" and None')
-    return Call(q, k, v, u, k_keep, min(window, N), D**-0.5 if scale is None else float(scale), dims)
+    return SparseKCall(q, k, v, u, k_keep, min(window, N), D**-0.5 if scale is None else float(scale), dims)
 
 
 def lists_room(k: int, N: int, keep: Keep, straight: bool) -> tuple[int, bool]:
-    """How many keys lists have room for at a step, and whether no more may live."""
+    """(the number of keys that lists have room for at a step, whether no more can be live)."""
     if keep == "topk" and not straight:
         return min(k, N), True
     return min(SUPPORT * k, N), SUPPORT * k >= N
 
 
-def _kept(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> Kept:
-    """Which keys are kept until when, and the threshold of each step."""
+def _selected_keys(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> SelectedKeys:
+    """The threshold of each step, and the last step that keeps each key."""
     N = u.shape[-1]
     room = lists_room(k, N, keep, straight)
     if causal and keep == "topk" and not straight:
         tau, last = torch.ops.gossamer.sparsek_kept(u, min(k, N))
-        return Kept(u, tau, last, last, *room)
+        return SelectedKeys(u, tau, last, last, *room)
     if causal:
         tau, last_gated = sparsek_causal(u, k)
     else:
-        _, of_all = sparsek(u, k)
-        tau = of_all[..., None].expand(u.shape)
+        _, tau_of_all = sparsek(u, k)
+        tau = tau_of_all[..., None].expand(u.shape)
         last_gated = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
     if keep == "support":
-        return Kept(u, tau, last_gated, last_gated, *room)
+        return SelectedKeys(u, tau, last_gated, last_gated, *room)
     last = last_topk(u, k)
     if not causal:
         last = torch.where(last == N - 1, last, -1)
     if not straight:
-        return Kept(u, tau, last, last, *room)
-    return Kept(u, tau, last, torch.maximum(last, last_gated), *room)
+        return SelectedKeys(u, tau, last, last, *room)
+    return SelectedKeys(u, tau, last, torch.maximum(last, last_gated), *room)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:

@@ -17,9 +17,9 @@ from gossamer.torch.transforms import uncast
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor last_gated"
 _OPTIONS = "int window, str? gate, bool causal, float scale, bool straight, int live, bool certain, str? implementation"
 
-library.define(f"gated_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+library.define(f"sparse_k_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 library.define(
-    f"gated_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS}, {_OPTIONS})"
+    f"sparse_k_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS}, {_OPTIONS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor du, Tensor dtau)"
 )
 
@@ -71,15 +71,15 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         raise Unsupported("sparsek_attention has no second derivative; backward() and autograd.grad work")
     *operands, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    backward = torch.ops.gossamer.gated_backward.default
-    found = backward(dout, dlse, out, lse, *operands, *ctx.more)
-    return *found, None, None, *(None for _ in ctx.more)
+    backward = torch.ops.gossamer.sparse_k_backward.default
+    gradients = backward(dout, dlse, out, lse, *operands, *ctx.more)
+    return *gradients, None, None, *(None for _ in ctx.more)
 
 
-library.impl("gated_forward", _forward, "CompositeExplicitAutograd")
-library.impl("gated_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("gossamer::gated_forward", _forward_fake, lib=library)
-torch.library.register_fake("gossamer::gated_backward", _backward_fake, lib=library)
-torch.library.register_autograd("gossamer::gated_forward", _differentiate, setup_context=_setup, lib=library)
+library.impl("sparse_k_forward", _forward, "CompositeExplicitAutograd")
+library.impl("sparse_k_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("gossamer::sparse_k_forward", _forward_fake, lib=library)
+torch.library.register_fake("gossamer::sparse_k_backward", _backward_fake, lib=library)
+torch.library.register_autograd("gossamer::sparse_k_forward", _differentiate, setup_context=_setup, lib=library)
 
-gated_forward = torch.ops.gossamer.gated_forward.default
+sparse_k_forward = torch.ops.gossamer.sparse_k_forward.default

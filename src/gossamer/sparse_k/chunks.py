@@ -1,4 +1,4 @@
-"""Gated attention by operations of torch, on any device: chunks of queries over their window and a list of live keys.
+"""SparseK attention by operations of torch, on any device: chunks of queries over their window and a list of live keys.
 
 Memory is that of a chunk: queries times (window + live keys). The list of a chunk is made from that of the chunk before
 it and the keys that have left the window since, so that all lists together take time linear in N.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.sparse_k.launch.problem import Gradients, Memory, Operands, Options
+from gossamer.sparse_k.launch.problem import Memory, Operands, Options, SparseKGradients
 
 QUERIES = 256  # of a chunk
 MOST = 2**24  # scores that are held at once, or those of one unit
@@ -31,21 +31,21 @@ class Chunk(NamedTuple):
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, E) in q's type, and lse (B, H, N) in that which is computed in."""
+    """out (B, H, N, E) in q's type, and lse (B, H, N) in the type of the scores."""
     (B, H, N, _), E = x.q.shape, x.v.shape[3]
     q, k, v = _units(x)
     out, lse = q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
     for c in _chunks(x, o):
         s = _scores(q, k, c, o)
-        of_rows = torch.logsumexp(_masked(s, c, o), -1)
-        p = _weights(s, of_rows, c, o)
+        row_lse = torch.logsumexp(_masked(s, c, o), -1)
+        p = _weights(s, row_lse, c, o)
         out[c.units, :, c.rows] = _valued(p, c, o) @ _columns(v, c)
-        lse[c.units, :, c.rows] = of_rows
+        lse[c.units, :, c.rows] = row_lse
     return out.view(B, H, N, E).to(x.q.dtype), lse.view(B, H, N)
 
 
-def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> Gradients:
-    """The gradients, those of q, k and v in their types, of u and tau in theirs."""
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> SparseKGradients:
+    """The gradients, each in the type of its operand."""
     q, k, v = _units(x)
     units, R, N, _ = q.shape
     dout = dout.to(q.dtype).reshape(units, R, N, -1)
@@ -57,15 +57,15 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     du, dtau = (x.u.new_zeros(units, N) for _ in range(2))
     for c in _chunks(x, o):
         s = _scores(q, k, c, o)
-        of_rows, rows = lse[c.units, :, c.rows], q[c.units, :, c.rows]
-        p = _weights(s, of_rows, c, o)
+        row_lse, rows = lse[c.units, :, c.rows], q[c.units, :, c.rows]
+        p = _weights(s, row_lse, c, o)
         douts = dout[c.units, :, c.rows]
-        of_values = douts @ _columns(v, c).mT
-        of_scores = (of_values * c.m if o.gate in ("v", "kv") else of_values) - delta[c.units, :, c.rows, None]
-        ds = p * of_scores
+        dp = douts @ _columns(v, c).mT
+        dp_less_delta = (dp * c.m if o.gate in ("v", "kv") else dp) - delta[c.units, :, c.rows, None]
+        ds = p * dp_less_delta
         if o.gate is not None or o.straight:
-            weight = torch.exp(s - of_rows[..., None]) if o.straight or o.gate == "logit" else p
-            dm = weight * (of_scores if o.gate == "logit" else of_values)
+            weight = torch.exp(s - row_lse[..., None]) if o.straight or o.gate == "logit" else p
+            dm = weight * (dp_less_delta if o.gate == "logit" else dp)
             dm = dm + ds * s if o.gate == "kv" else dm
             dm = torch.where(c.gated, dm, 0).to(du.dtype).sum(1)
             du[c.units].scatter_add_(1, c.columns, dm.sum(1))
@@ -74,35 +74,35 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
         dq[c.units, :, c.rows] = ds @ _columns(k, c)
         _add_rows(dk[c.units], c, (ds.mT @ rows).sum(1))
         _add_rows(dv[c.units], c, (_valued(p, c, o).mT @ douts).sum(1))
-    dk, dv = (_of_groups(of, t) for of, t in ((dk, x.k), (dv, x.v)))
-    return Gradients(dq.view(x.q.shape).to(x.q.dtype), dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
+    dk, dv = (_sum_units(of, t) for of, t in ((dk, x.k), (dv, x.v)))
+    return SparseKGradients(dq.view(x.q.shape).to(x.q.dtype), dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
 
 
 def memory(x: Operands, o: Options) -> Memory:
-    """Scores of a chunk, some five times, and the gathered keys and values; of supports as many as are expected."""
+    """The bytes of five times the scores of a chunk, and of its keys and values; supports have their expected size."""
     (B, H, N, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
     columns = max(1, min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + min(QUERIES, N))
     scores = min(MOST, B * H * min(QUERIES, N) * columns)
-    of_forward = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
-    return Memory(of_forward, size * B * H * N * (D + E))
+    lists_bytes = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
+    return Memory(lists_bytes, size * B * H * N * (D + E))
 
 
 def _units(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """q (units, R, N, D), k (units, N, D) and v in the type that is computed in."""
+    """q (units, R, N, D), k (units, N, D) and v (units, N, E) in the type of the scores."""
     U, G, wide = x.u.shape[1], x.k.shape[1], compute_dtype(x.q.dtype)
     q = x.q.to(wide).unflatten(1, (U, -1)).flatten(0, 1)
     k, v = (t.to(wide).repeat_interleave(U // G, 1).flatten(0, 1) for t in (x.k, x.v))
     return q, k, v
 
 
-def _of_groups(of_units: Tensor, like: Tensor) -> Tensor:
-    """Gradients (units, N, size) of k or v."""
+def _sum_units(gradients: Tensor, like: Tensor) -> Tensor:
+    """The gradient of k or v, summed over the units that share a key head; `gradients` is (units, N, size)."""
     B, G = like.shape[:2]
-    return of_units.view(B, G, -1, *of_units.shape[1:]).sum(2).to(like.dtype)
+    return gradients.view(B, G, -1, *gradients.shape[1:]).sum(2).to(like.dtype)
 
 
 def _chunks(x: Operands, o: Options) -> Iterator[Chunk]:
-    """Every chunk; of few units at a time where many scores would be held at once."""
+    """Every chunk; with few units at a time where many scores would be held at once."""
     u, tau, last, last_gated = (t.flatten(0, 1) for t in (x.u, x.tau, x.last, x.last_gated))
     wide = compute_dtype(x.q.dtype)
     (units, N), R = u.shape, x.q.shape[1] // x.u.shape[1]
@@ -131,7 +131,7 @@ def _chunks(x: Operands, o: Options) -> Iterator[Chunk]:
 
 
 def _lists(last_gated: Tensor, o: Options) -> Iterator[tuple[slice, Tensor]]:
-    """Of each chunk the keys (units, n) that live in it past their window, ascending; -1 where a unit has fewer."""
+    """(queries, keys (units, n)) of each chunk: the keys that live past their window, ascending, then -1."""
     units, N = last_gated.shape
     keys = torch.arange(N, device=last_gated.device)
     if not o.causal:
@@ -153,11 +153,11 @@ def _lists(last_gated: Tensor, o: Options) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _compact(keys: Tensor, there: Tensor, most: int | None) -> Tensor:
-    """The keys that are there in front, in order, then -1. Where `most` is None their number is read."""
+    """The keys that are there, in order, then -1. Where `most` is None the host reads their number."""
     size = int(there.sum(1).max()) if most is None else min(most, keys.shape[1])
     place = torch.where(there, there.cumsum(1) - 1, keys.shape[1])
-    found = keys.new_full((keys.shape[0], keys.shape[1] + 1), -1).scatter_(1, place, keys)
-    return found[:, :size]
+    compact = keys.new_full((keys.shape[0], keys.shape[1] + 1), -1).scatter_(1, place, keys)
+    return compact[:, :size]
 
 
 def _columns(x: Tensor, c: Chunk) -> Tensor:
@@ -189,5 +189,5 @@ def _weights(s: Tensor, lse: Tensor, c: Chunk, o: Options) -> Tensor:
 
 
 def _valued(p: Tensor, c: Chunk, o: Options) -> Tensor:
-    """What multiplies values."""
+    """The weights of values: p, times the gates where these multiply values."""
     return p * c.m if o.gate in ("v", "kv") else p

@@ -1,4 +1,4 @@
-"""How `sparsek_attention` would compute a call, and what it keeps, without running it."""
+"""`explain_sparsek`: the way a call would be computed, and the keys that it would keep."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gossamer.sparse_k.operator import has_kernels
 
 @dataclass(frozen=True)
 class SparseKExplanation:
-    """What a call of `sparsek_attention` would do."""
+    """The way a call of `sparsek_attention` would be computed, as a table."""
 
     problem: str
     kept: str  # which keys a query attends
     gated: str  # what their gates do, and the gradient of u
     implementation: str
     reasons: dict[str, list[str]]  # of each implementation that is not taken
-    thresholds: str  # how these are found
-    pairs: int  # of a row that are attended at most; the keys of the support may be more than a list has room for
-    lists_bytes: int  # of lists of live keys in the forward
+    thresholds: str  # how these are computed
+    pairs: int  # the most pairs of a row; supports may be larger than a list
+    lists_bytes: int  # lists of live keys in the forward
     sums_bytes: int  # that the backward holds besides gradients and lists
 
     def rows(self) -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def explain_sparsek(
     straight_through: bool = False,
     return_lse: bool = False,
 ) -> SparseKExplanation:
-    """How a call of `sparsek_attention` is computed and what it keeps; nothing of u is read.
+    """The way a call of `sparsek_attention` is computed, and the keys that it keeps; no number of u is read.
 
     Args:
         q: and all others as for `sparsek_attention`; return_lse makes no difference.
@@ -99,14 +99,14 @@ def explain_sparsek(
     largest = f"the {call.k_keep} largest scores so far" if keep == "topk" else "m > 0"
     if not causal:
         largest = largest.replace(" so far", "")
-    of_kept = {"v": "multiply values", "kv": "multiply keys and values", "logit": "multiply weights", None: "none"}
+    gated = {"v": "multiply values", "kv": "multiply keys and values", "logit": "multiply weights", None: "none"}
     gradient = "; no gradient of u" if gate is None else ""
     if straight_through:
         gradient = "; straight-through gradient of u, over all keys of m > 0"
     return SparseKExplanation(
         problem=f"B={B} H={H} G={G} heads of u {U} N={N} D={D} E={E} {dtype_of(q)} {q.device}",
         kept=f"the query, {call.window} keys {sides} it; of the others those of {largest}",
-        gated=of_kept[gate] + gradient,
+        gated=gated[gate] + gradient,
         implementation=f"{one.name}: {one.description}",
         reasons=reasons,
         thresholds=_thresholds(u, causal),

@@ -16,14 +16,14 @@ from gossamer.torch.transforms import refuse_transforms
 
 
 class SparseK(NamedTuple):
-    """What `sparsek` gives."""
+    """The result of `sparsek`."""
 
     m: Tensor  # of u's shape
     tau: Tensor  # of u's shape without the dimension
 
 
 class CausalSparseK(NamedTuple):
-    """What `sparsek_causal` gives, both (..., N)."""
+    """The result of `sparsek_causal`: both (..., N)."""
 
     tau: Tensor
     last: Tensor  # int32
@@ -184,7 +184,7 @@ def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _kernels(u: Tensor) -> Any:
-    """The module of kernels that find thresholds of float32 on a GPU, or None."""
+    """The module of kernels that compute thresholds of float32 on a GPU, or None."""
     if not has_triton():
         return None
     from gossamer.sparse_k.thresholds_triton import launch
@@ -193,12 +193,12 @@ def _kernels(u: Tensor) -> Any:
 
 
 def has_kernels(u: Tensor) -> bool:
-    """Whether thresholds of prefixes of u are found by kernels."""
+    """Whether kernels compute the thresholds of prefixes of u."""
     return _kernels(u) is not None
 
 
 def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
-    """tau, NaN from the step of the first score on that is."""
+    """tau with NaN from the step of the first score of NaN on."""
     N = rows.shape[-1]
     step = torch.arange(N, device=rows.device)
     first = torch.where(rows.isnan(), step, N).amin(-1, keepdim=True)
@@ -207,18 +207,18 @@ def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
 
 def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     u, tau, last = ctx.saved_tensors
-    return _of_thresholds(u, tau, last, dtau), None
+    return _threshold_gradient(u, tau, last, dtau), None
 
 
-def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
-    """As of one row: the steps at which a key is inside, and those at which it is tau itself, are ranges."""
+def _threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
+    """The gradient of thresholds: the steps at which a key is inside, and at which it equals tau, are ranges."""
     if not u.numel():
         return dtau * u
     # A second derivative goes through operations of torch.
     once = not torch.is_grad_enabled() and dtau.dtype == torch.float32
     if once and has_kernels(u):
-        found: Tensor = torch.ops.gossamer.thresholds_backward(u, tau, dtau)
-        return found
+        gradient: Tensor = torch.ops.gossamer.thresholds_backward(u, tau, dtau)
+        return gradient
     u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
     last = _last_live(u, tau) if last is None else last.reshape(u.shape)
     step = torch.arange(u.shape[-1], device=u.device)
@@ -238,24 +238,24 @@ def _of_thresholds(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) ->
 
 def _thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
     with torch.cuda.device_of(u):
-        found: Tensor = _kernels(u).thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
-    return found.reshape(u.shape)
+        gradient: Tensor = _kernels(u).thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+    return gradient.reshape(u.shape)
 
 
 class Steps(NamedTuple):
-    """For each key the steps [first, end): (R, N) int64."""
+    """A range of steps [first, end) for each key: (R, N) int64."""
 
     first: Tensor
     end: Tensor
 
     def keys(self) -> Tensor:
-        """The keys of each step. Of whole numbers, whose sum is the same in any order."""
+        """The number of keys of each step; sums of integers are the same in any order."""
         change = self.first.new_zeros((self.first.shape[0], self.first.shape[1] + 1))
         one = torch.ones_like(self.first)
         return change.scatter_add(1, self.first, one).scatter_add(1, self.end, -one).cumsum(1)[:, :-1]
 
     def sums(self, x: Tensor) -> Tensor:
-        """Of what each step has, (R, N), the sum over the steps of each key."""
+        """The sum of x (R, N) over the steps of each key."""
         before = F.pad(x.cumsum(1), (1, 0))
         return before.gather(1, self.end) - before.gather(1, self.first)
 
@@ -266,8 +266,8 @@ def _last_topk(u: Tensor, k: int) -> Tensor:
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
         with torch.cuda.device_of(u):
-            found: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
-        return found.reshape(u.shape)
+            last: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
+        return last.reshape(u.shape)
     there = rows > -torch.inf
     order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
     places = torch.arange(u.shape[-1], device=u.device).expand_as(order)
@@ -347,7 +347,7 @@ def _save_scores(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Ten
 
 def _sparsek_kept_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     u, tau = ctx.saved_tensors
-    return _of_thresholds(u, tau, None, dtau), None
+    return _threshold_gradient(u, tau, None, dtau), None
 
 
 torch.library.register_autograd("gossamer::sparsek", _sparsek_backward, setup_context=_save, lib=library)

@@ -27,24 +27,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST = 2.0**900  # in magnitude, of what is scaled
+LARGEST = 2.0**900  # the largest magnitude that is scaled
 
 # Sums are tensors (2, R, n), of float64 scores (3, R, n), of int64 modulo 2^64: C, S in steps of 2^-bits, and the rest
 # of S in steps of 2^-2bits. k is taken off S.
 
 
-class Keys(NamedTuple):
-    """Of each row."""
+class RowKeys(NamedTuple):
+    """The keys of each row."""
 
     adds: Tensor  # (2 or 3, R, N): 1 and u, which an interior key adds to sums
     first: Tensor  # (R, N): the place of u - 1 among the breakpoints; -1 of a key that is not there
-    last: Tensor  # that of u
+    last: Tensor  # the place of u
 
 
 class Row(NamedTuple):
-    """All that thresholds are made from: the keys, and their breakpoints in ascending order."""
+    """The keys of rows, and their breakpoints in ascending order, from which thresholds are made."""
 
-    keys: Keys
+    keys: RowKeys
     value: Tensor  # (R, 2 * N) float64
     whole: Tensor  # (1 or 2, R, 2 * N): the same as integers
     key: Tensor  # (R, 2 * N)
@@ -72,7 +72,7 @@ def threshold(u: Tensor, k: int) -> Root:
     Returns:
         Of shape (R, 1), float64; flat, of a threshold -inf, where there are no more than k keys.
     """
-    return _of_all(_row(u, k))
+    return _root_of_row(_row(u, k))
 
 
 def causal_thresholds(u: Tensor, k: int) -> Tensor:
@@ -82,10 +82,12 @@ def causal_thresholds(u: Tensor, k: int) -> Tensor:
     """
     R, N = u.shape
     row = _row(u, k)
-    root = _of_all(row)
+    root = _root_of_row(row)
     length = 1 << (N - 1).bit_length()
     more = (0, length - N)
-    keys = Keys(F.pad(row.keys.adds, more), F.pad(row.keys.first, more, value=-1), F.pad(row.keys.last, more, value=-1))
+    keys = RowKeys(
+        F.pad(row.keys.adds, more), F.pad(row.keys.first, more, value=-1), F.pad(row.keys.last, more, value=-1)
+    )
 
     # Of each node: where its breakpoints end, the threshold of its last step, and the sums of its earlier keys there.
     ends = root.where
@@ -105,8 +107,8 @@ def causal_thresholds(u: Tensor, k: int) -> Tensor:
         splits = torch.arange(1, 2 * nodes, 2, device=u.device).expand(R, nodes).contiguous()
         where = torch.searchsorted(node, splits)
         there = middle - _at(passed, where)
-        found = _root(row, there, where)
-        tau = torch.where(found.flat, before, found.near + found.step)
+        middle_root = _root(row, there, where)
+        tau = torch.where(middle_root.flat, before, middle_root.near + middle_root.step)
         tau = torch.minimum(torch.maximum(tau, before), taus)  # both differ by rounding alone
         if half > 1:
             base = _in_turns(there - _beyond(left, where, row.bits), upper)
@@ -139,12 +141,12 @@ def _row(u: Tensor, k: int) -> Row:
         return torch.empty_like(x).scatter_(1, order, x).where(there, -1)
 
     key, sign = by_place(order, order), by_place(-sign, sign)
-    of_points = _at(whole, key)
-    of_points[0] -= torch.where(sign > 0, 0, 1 << bits)
+    point_values = _at(whole, key)
+    point_values[0] -= torch.where(sign > 0, 0, 1 << bits)
     sign = sign * there.gather(1, key)
     return Row(
-        Keys(_with_ones(whole), by_key(place_of_lower), by_key(place_of_upper)),
-        by_place(u - 1, u), of_points, key, sign * _with_ones(of_points), bits, min(k, N),
+        RowKeys(_with_ones(whole), by_key(place_of_lower), by_key(place_of_upper)),
+        by_place(u - 1, u), point_values, key, sign * _with_ones(point_values), bits, min(k, N),
     )  # fmt: skip
 
 
@@ -163,7 +165,7 @@ def _merged(u: Tensor) -> tuple[Tensor, Tensor]:
     return place + before, place + torch.searchsorted(before.contiguous(), place, right=True)
 
 
-def _of_all(row: Row) -> Root:
+def _root_of_row(row: Row) -> Root:
     """The threshold of all keys."""
     total = _minus_k(row.adds.sum(-1, keepdim=True), row)
     passed = _before(row.adds)
@@ -199,12 +201,12 @@ def _root(row: Row, sums: Tensor, where: Tensor) -> Root:
     return Root(where, row.value.gather(1, where), step, sums[0] <= 0)
 
 
-def _left(keys: Keys, nodes: int, half: int) -> Keys:
+def _left(keys: RowKeys, nodes: int, half: int) -> RowKeys:
     """The keys of the left half of each node: (..., R, nodes, half)."""
-    return Keys(*(x.unflatten(-1, (nodes, 2, half))[..., 0, :] for x in keys))
+    return RowKeys(*(x.unflatten(-1, (nodes, 2, half))[..., 0, :] for x in keys))
 
 
-def _beyond(keys: Keys, place: Tensor, bits: int) -> Tensor:
+def _beyond(keys: RowKeys, place: Tensor, bits: int) -> Tensor:
     """The sums over the keys of each node of their breakpoints from `place` (R, nodes) on."""
     place = place[..., None]
     over = keys.first >= place

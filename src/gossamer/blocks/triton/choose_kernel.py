@@ -22,12 +22,12 @@ def _ordered(x):
 
 @triton.jit
 def _threshold(key, others, wanted, room):
-    """(a number, how many keys of others are not below it): at least `wanted`, at most `room` where one has so few."""
+    """(a threshold, how many of the other keys reach it): at least `wanted`, and at most `room` unless many tie."""
     low = tl.min(tl.where(others, key, MOST), 0)
     behind = tl.max(tl.where(others, key, LEAST), 0) + 1
-    found = _number(others)
+    reached = _number(others)
     by_scores = True
-    while (found > room) & (low + 1 < behind):
+    while (reached > room) & (low + 1 < behind):
         # Halfway between the scores, which is near soon; every other time between their bits, which always ends.
         middle = (low >> 1) + (behind >> 1) + (low & behind & 1)
         lowest = _ordered(low).to(tl.float32, bitcast=True)
@@ -37,10 +37,10 @@ def _threshold(key, others, wanted, room):
         by_scores = by_scores == 0
         number = _number(others & (key >= middle))
         enough = number >= wanted
-        found = tl.where(enough, number, found)
+        reached = tl.where(enough, number, reached)
         low = tl.where(enough, middle, low)
         behind = tl.where(enough, behind, middle)
-    return low, found
+    return low, reached
 
 
 @triton.jit(do_not_specialize=["Q", "K", "T", "C", "t0", "rows", "local", "first"])
@@ -54,8 +54,8 @@ def choose_kernel(
 ):  # fmt: skip
     """One list: the blocks that are always kept, then those of the highest scores, equal ones by ascending position.
 
-    A block is one integer: its score, as bits in ascending order, and its place. A threshold that the n first are not
-    below, and at most NP in all, is searched, these are written to `keys` in any order, and sorted.
+    A block is one integer: its score, as bits in ascending order, and its place. A threshold is searched that the n
+    first reach, and at most NP in all; these are written to `keys` in any order, and sorted.
 
     Args:
         t0: the block of queries of the first row.
@@ -84,20 +84,20 @@ def choose_kernel(
     sure = _number(always)
     others = visible & (always == 0)
     room = NP - sure
-    threshold, found = _threshold(key, others, kept - sure, room)
+    threshold, number_taken = _threshold(key, others, kept - sure, room)
     taken = others & (key >= threshold)
-    if found > room:
-        # So many are equal: the first of them.
+    if number_taken > room:
+        # More are equal than there is room for: take the first of them.
         over, equal = others & (key > threshold), others & (key == threshold)
         taken = over | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room - _number(over)))
-        found = room
+        number_taken = room
     taken |= always
     packed = (tl.where(always, MOST, key).to(tl.int64) << 32) + (C - 1 - c)
     tl.store(keys + at * NP + tl.cumsum(taken.to(tl.int32), 0) - 1, packed, mask=taken)
-    tl.debug_barrier()  # what other threads wrote is read
+    tl.debug_barrier()  # before reading the writes of other threads
 
     j = tl.arange(0, NP)
-    listed = tl.load(keys + at * NP + j, mask=j < sure + found, other=-(2**63))
+    listed = tl.load(keys + at * NP + j, mask=j < sure + number_taken, other=-(2**63))
     listed = tl.sort(listed, descending=True)
     used = j < kept
     index = C - 1 - (listed & 0xFFFFFFFF).to(tl.int32)

@@ -10,13 +10,13 @@ from torch import Tensor
 from gossamer.blocks.triton.choose_kernel import choose_kernel
 from gossamer.blocks.triton.score_kernels import bound_kernel, extremes_kernel, mean_kernel, mean_score_kernel
 
-MOST_BLOCKS = 2**14  # of keys, of which a program holds the scores of a list
+MOST_BLOCKS = 2**14  # blocks of keys, whose scores for a list one program holds
 MOST_LISTED = 2**11  # blocks of a list, which a program sorts
-MOST_SCORES = 2**26  # that are held at once
-TILE = 64  # of scores of means
+MOST_SCORES = 2**26  # scores that are held at once
+TILE = 64  # edge of a tile of scores of means
 PRECISION = "ieee"  # of their products
-PART = 16  # of a head size, at a time
-COLUMNS = 128  # blocks of keys that bounds are of, of 16 bits and head sizes up to 128; else half of it
+PART = 16  # numbers of a head that are loaded at a time
+COLUMNS = 128  # blocks of keys of a program that makes bounds in 16 bits, for heads up to 128; else half of it
 RUN = 32  # blocks of queries of a program that makes bounds
 
 
@@ -29,7 +29,7 @@ def choose_blocks(
     q: Tensor, k: Tensor, block: int, n: int, scale: float, group: bool, bound: bool, causal: bool, local: int,
     first: int, top_p: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`indices` (B, heads, T, n) and `covered` (B, heads, T) of `select.topk_blocks`.
+    """`indices` (B, heads, T, n) and `covered` (B, heads, T) of `topk_blocks`.
 
     Args:
         q, k: (B, H, Q, D) and (B, G, K, D) of float16, bfloat16 or float32, of any strides.
@@ -41,7 +41,7 @@ def choose_blocks(
     covered = torch.empty((B, heads, T), **wide)
     step = max(1, min(T, MOST_SCORES // (B * heads * C)))
     scores = torch.empty(B * heads * step * C, **wide)
-    # A list that is sorted may be longer than what is taken of it: a threshold of just n takes more steps to find.
+    # More than n blocks may be sorted: to find a threshold that exactly n reach takes more steps.
     columns, held = power(C, 32), power(2 * n if n <= 128 else n, 16)
     keys = torch.empty(B * heads * step * held, dtype=torch.int64, device=q.device)
     sizes = {"BLOCK": block, "D": D, "DP": power(D, 16)}

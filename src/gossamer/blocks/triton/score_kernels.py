@@ -78,7 +78,7 @@ def extremes_kernel(
 
 @triton.jit
 def _last_position(t, Q, K, BLOCK: tl.constexpr):
-    """Of the last query of a block."""
+    """The position of the last query of a block."""
     return tl.minimum(t * BLOCK + BLOCK, Q) - 1 + (K - Q)
 
 
@@ -97,14 +97,14 @@ def mean_score_kernel(
     end = _last_position(tl.minimum(t0 + row + ROWS, t1) - 1, Q, K, BLOCK)
     if (not CAUSAL) or c0 * BLOCK <= end:
         t, c, d = t0 + row + tl.arange(0, ROWS), c0 + tl.arange(0, COLUMNS), tl.arange(0, PART)
-        of_q = (head.to(tl.int64) * T + t)[:, None] * D
+        q_offset = (head.to(tl.int64) * T + t)[:, None] * D
         key_head = head // heads * G + head % heads // (heads // G)
-        of_k = (key_head.to(tl.int64) * C + c)[None, :] * D
+        k_offset = (key_head.to(tl.int64) * C + c)[None, :] * D
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for d0 in range(0, DP, PART):
             there = d0 + d < D
-            x = tl.load(q_means + of_q + (d0 + d)[None, :], mask=(t < t1)[:, None] & there[None, :], other=0.0)
-            y = tl.load(k_means + of_k + (d0 + d)[:, None], mask=(c < C)[None, :] & there[:, None], other=0.0)
+            x = tl.load(q_means + q_offset + (d0 + d)[None, :], mask=(t < t1)[:, None] & there[None, :], other=0.0)
+            y = tl.load(k_means + k_offset + (d0 + d)[:, None], mask=(c < C)[None, :] & there[:, None], other=0.0)
             total = tl.dot(x, y, total, input_precision=PRECISION)
         to = (head.to(tl.int64) * (t1 - t0) + t - t0)[:, None] * C + c[None, :]
         tl.store(scores + to, scale * total, mask=(t < t1)[:, None] & (c < C)[None, :])
@@ -119,8 +119,8 @@ def _bounds(x, high, low, s):
 
 
 @triton.jit
-def _of_block(
-    q, least, most, base, of_k, high, low, first, Q, stride_qn, stride_qd, scale, column, WHOLE: tl.constexpr,
+def _block_bound(
+    q, least, most, base, k_offset, high, low, first, Q, stride_qn, stride_qd, scale, column, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The largest bound of the queries of a block: (COLUMNS,)."""
@@ -134,7 +134,7 @@ def _of_block(
             d = d0 + tl.arange(0, PART)
             x = tl.load(q + base + row + d[None, :] * stride_qd, mask=(d < D)[None, :], other=0.0)
             there = column & (d < D)[:, None]
-            part = of_k + d[:, None]
+            part = k_offset + d[:, None]
             some_high = tl.load(most + part, mask=there, other=0.0)
             some_low = tl.load(least + part, mask=there, other=0.0)
             s = _bounds(x, some_high, some_low, s)
@@ -167,22 +167,22 @@ def bound_kernel(
     if begin < behind:
         c = c0 + tl.arange(0, COLUMNS)
         key_head = head // heads * G + head % heads // (heads // G)
-        of_k, column = (key_head.to(tl.int64) * C + c)[None, :] * D, (c < C)[None, :]
+        k_offset, column = (key_head.to(tl.int64) * C + c)[None, :] * D, (c < C)[None, :]
         high, low = 0.0, 0.0
         if WHOLE:
             d = tl.arange(0, DP)[:, None]
-            high = tl.load(most + of_k + d, mask=column & (d < D), other=0.0)
-            low = tl.load(least + of_k + d, mask=column & (d < D), other=0.0)
+            high = tl.load(most + k_offset + d, mask=column & (d < D), other=0.0)
+            low = tl.load(least + k_offset + d, mask=column & (d < D), other=0.0)
         base = (head // heads).to(tl.int64) * stride_qb + (head % heads * TIMES).to(tl.int64) * stride_qh
         for t in range(begin, behind):
-            found = _of_block(
-                q, least, most, base, of_k, high, low, t * BLOCK, Q, stride_qn, stride_qd, scale, column, WHOLE, BLOCK,
-                D, DP, PART, COLUMNS,
+            largest_bound = _block_bound(
+                q, least, most, base, k_offset, high, low, t * BLOCK, Q, stride_qn, stride_qd, scale, column, WHOLE,
+                BLOCK, D, DP, PART, COLUMNS,
             )  # fmt: skip
             for i in range(1, TIMES):
-                other = _of_block(
-                    q, least, most, base + i * stride_qh, of_k, high, low, t * BLOCK, Q, stride_qn, stride_qd, scale,
-                    column, WHOLE, BLOCK, D, DP, PART, COLUMNS,
+                other = _block_bound(
+                    q, least, most, base + i * stride_qh, k_offset, high, low, t * BLOCK, Q, stride_qn, stride_qd,
+                    scale, column, WHOLE, BLOCK, D, DP, PART, COLUMNS,
                 )  # fmt: skip
-                found = larger(found, other)
-            tl.store(scores + (head.to(tl.int64) * (t1 - t0) + t - t0) * C + c, found, mask=c < C)
+                largest_bound = larger(largest_bound, other)
+            tl.store(scores + (head.to(tl.int64) * (t1 - t0) + t - t0) * C + c, largest_bound, mask=c < C)

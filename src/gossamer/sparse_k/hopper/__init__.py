@@ -1,1 +1,1 @@
-"""The forward of gated attention: windows, and gathered keys that live in a tile of queries."""
+"""The forward of SparseK attention: windows, and gathered keys that live in a tile of queries."""

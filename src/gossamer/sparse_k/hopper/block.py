@@ -1,4 +1,4 @@
-"""The parameters of the kernel of gated attention, and what its roles share."""
+"""The parameters of the kernel of SparseK attention, and the memory that its roles share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gossamer.cute.tiles import Tma
 from gossamer.kernels.hopper.device.forward.block import StoringBlock
 
 
-class GatedArguments(NamedTuple):
-    """The parameters."""
+class SparseKArguments(NamedTuple):
+    """The parameters of the kernel."""
 
     q: Tma  # (B, H, N, D)
     out: Tma  # (B, H, N, E)
@@ -23,17 +23,17 @@ class GatedArguments(NamedTuple):
     tau: cute.Tensor  # (B U, N) float32: thresholds of queries
     last: cute.Tensor  # (B U, N) int32: the last query that keeps each key
     lists: cute.Tensor  # (B U, tiles, room) int32: keys that live in a tile of queries, through all of it first
-    counts: cute.Tensor  # (B U, tiles, 2) int32: of those that live through it, and of all
-    every: cute.Tensor  # (B U, 1, N) int32: keys that live in any tile, for tiles whose list has not room for its own
-    ends: cute.Tensor  # (B U, 1, n) int32: of which the last is the number of these
+    counts: cute.Tensor  # (B U, tiles, 2) int32: the number of those that live through it, and of all
+    every: cute.Tensor  # (B U, 1, N) int32: keys that live in any tile, for tiles whose list is too short
+    ends: cute.Tensor  # (B U, 1, n) int32: the last one is the number of these
     tile_counter: cute.Tensor  # (1,) int32: items taken; zero before and after
     exponent: Float32  # factor of a score in exp2
     window: Int32  # keys before a query that it attends ungated
     items: Int32
 
 
-class GatedBlock(StoringBlock):
-    """Of this kernel."""
+class SparseKBlock(StoringBlock):
+    """The barriers and the shared memory of a block."""
 
-    arguments: GatedArguments
+    arguments: SparseKArguments
     s_terms: tuple[cute.Tensor, ...]  # (128, slots) each: scores of a step's keys, the keys, the last that keep them

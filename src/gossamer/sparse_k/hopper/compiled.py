@@ -1,7 +1,7 @@
-"""The compiled kernel: called with its configuration, `gated` gives a function of torch tensors and numbers."""
+"""The compiled kernel: called with its configuration, `forward` gives a function of torch tensors and numbers."""
 
 from __future__ import annotations
 
 from gossamer.cute.store import Kernel
 
-gated = Kernel("gossamer.sparse_k.hopper.entries:gated", ("sparse_k/hopper", "kernels/hopper/device"))
+forward = Kernel("gossamer.sparse_k.hopper.entries:forward", ("sparse_k/hopper", "kernels/hopper/device"))

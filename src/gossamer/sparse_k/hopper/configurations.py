@@ -1,4 +1,4 @@
-"""What the kernel of gated attention is compiled from."""
+"""The configuration of the kernel of SparseK attention."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from gossamer.kernels.hopper.device.configurations import Hold
 
 TILE = 128  # queries of an item, and keys of a step
 SIZES = (64, 128)  # head sizes; a smaller one is padded with zeros
-TERMS = 3  # numbers of a key that come with it: its score, its place, and the last query that keeps it
+TERMS = 3  # terms of a key: its score, its place, and the last query that keeps it
 
 
 @dataclass(frozen=True)
-class GatedConfig:
-    """One compiled kernel: two warpgroups of 64 queries, and as in `ForwardConfig`."""
+class SparseKConfig:
+    """The configuration of one compiled kernel, with two warpgroups of 64 queries; see `ForwardConfig` as well."""
 
     dtype: str
     size: int  # D and E after padding
-    gated: bool  # whether gates multiply values
+    gates: bool  # whether gates multiply values
     stages: int = 2
     hold: int = Hold.FIRST_ROW
 
@@ -30,7 +30,7 @@ class GatedConfig:
 
     def __post_init__(self) -> None:
         if self.size not in SIZES or self.stages < 2:
-            raise ValueError(f"no kernel of gated attention as {self}")
+            raise ValueError(f"no kernel of SparseK attention as {self}")
         check_memory(self)
 
     @property
@@ -43,7 +43,7 @@ class GatedConfig:
 
     @property
     def slots(self) -> int:
-        """Steps whose terms are held: a consumer reads those of one after it gave back its K."""
+        """The steps whose terms are held: a consumer reads those of a step after it released its K."""
         return 2 * self.stages
 
     @property

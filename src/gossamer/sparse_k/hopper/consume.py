@@ -1,5 +1,5 @@
-"""What the computing warpgroups of gated attention do beside those of other forwards: masks by windows and by lists,
-and gates, which multiply what multiplies values."""
+"""The computing warpgroups of SparseK attention. They add to those of other forwards masks by windows and by lists,
+and gates, which multiply the weights of values."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from gossamer.kernels.hopper.device.forward.consume import Consumer, Half
 from gossamer.kernels.hopper.device.forward.masks import one, packed_mask, two
 from gossamer.kernels.hopper.device.forward.results import Epilogue
 from gossamer.kernels.hopper.device.forward.softmax import Softmax
-from gossamer.sparse_k.hopper.block import GatedBlock
+from gossamer.sparse_k.hopper.block import SparseKBlock
 from gossamer.sparse_k.hopper.configurations import TILE
-from gossamer.sparse_k.hopper.items import GatedItem
+from gossamer.sparse_k.hopper.items import SparseKItem
 
 
-class GatedSoftmax(Softmax):
-    """P is multiplied by gates clip(u - tau, 0, 1), its sum is not."""
+class SparseKSoftmax(Softmax):
+    """A softmax whose P is multiplied by gates clip(u - tau, 0, 1), and whose sum is not."""
 
-    def __init__(self, block: GatedBlock, thread: Thread, mma: Any) -> None:
+    def __init__(self, block: SparseKBlock, thread: Thread, mma: Any) -> None:
         Softmax.__init__(self, block, thread, mma)
-        self.tau = two(Float32)  # of this thread's rows
-        self.slot = one()  # of the terms of a step; negative where there are no gates
+        self.tau = two(Float32)  # the thresholds of this thread's rows
+        self.slot = one()  # the slot of a step's terms; negative where it has no gates
         u, _, _ = block.s_terms
         self.u = u.iterator.toint() + 4 * thread.quad
 
     @cute.jit
     def first_step(self, scores):
-        """A threshold that is not a number shows: so are the sums of its row."""
+        """Begin a row; a threshold of NaN makes its sum NaN."""
         for r in cutlass.range_constexpr(instructions.ROWS):
             self.row_sum[r] = Float32(0.0) if self.tau[r] == self.tau[r] else Float32(float("nan"))
         return Softmax.first_step(self, scores)
 
     @cute.jit
     def convert(self, powers, half: cutlass.Constexpr = None):
-        """P in 16 bits, times the gates of a step that has any."""
-        if const_expr(not self.block.config.gated):
+        """Convert P to 16 bits, times the gates of a step that has any."""
+        if const_expr(not self.block.config.gates):
             Softmax.convert(self, powers, half)
         else:
             if self.slot[0] >= 0:
@@ -54,13 +54,15 @@ class GatedSoftmax(Softmax):
                     pair = assembly(Int64, f"ld.shared.b64 $0, [$1 + {32 * j}];", Int32(u))
                     for r in cutlass.range_constexpr(instructions.ROWS):
                         i = const_expr(4 * j + 2 * r)
-                        packed[i // 2] = gated_pair(powers[i], powers[i + 1], pair, self.tau[r], self.p.element_type)
+                        packed[i // 2] = pair_times_gates(
+                            powers[i], powers[i + 1], pair, self.tau[r], self.p.element_type
+                        )
             else:
                 Softmax.convert(self, powers, half)
 
 
-def gated_pair(a: Any, b: Any, u: Any, tau: Any, dtype: type) -> Any:
-    """Two numbers times their gates, as one register of two of 16 bits; `u`: two scores."""
+def pair_times_gates(a: Any, b: Any, u: Any, tau: Any, dtype: type) -> Any:
+    """Two numbers times their gates, in one register of two of 16 bits; `u` holds two scores."""
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
     code = (
         "{ .reg .f32 x, y; mov.b64 {x, y}, $3; sub.sat.f32 x, x, $4; sub.sat.f32 y, y, $4; "
@@ -69,12 +71,12 @@ def gated_pair(a: Any, b: Any, u: Any, tau: Any, dtype: type) -> Any:
     return assembly(Int32, code, Float32(a), Float32(b), Int64(u), Float32(tau), effects=False)
 
 
-class GatedMask(Opaque):
+class SparseKMask(Opaque):
     """The mask source: a tile's own keys, those of its window before it, and those of its list."""
 
     with_keys = with_values = True  # as of gathered columns
 
-    def __init__(self, block: GatedBlock, thread: Thread, softmax: GatedSoftmax) -> None:
+    def __init__(self, block: SparseKBlock, thread: Thread, softmax: SparseKSoftmax) -> None:
         self.block, self.arguments, self.config, self.thread = block, block.arguments, block.config, thread
         self.item, self.k, self.softmax = block.items.item, block.k, softmax
         self.rows = cute.size(block.arguments.tau, mode=[1])
@@ -82,26 +84,26 @@ class GatedMask(Opaque):
         self.fetched.fill(0)
 
     def count(self, stage: Any) -> Any:
-        """How many steps an item has: its own keys are one, and what stands behind the last item has none."""
+        """The number of steps of an item: one for its own keys; the words behind the last item have none."""
         item = self.item
-        before, whole, rest = (item[word, stage] for word in (GatedItem.WINDOW, GatedItem.WHOLE, GatedItem.REST))
+        before, whole, rest = (item[word, stage] for word in (SparseKItem.WINDOW, SparseKItem.WHOLE, SparseKItem.REST))
         return item[RowItem.VALID, stage] + before + whole + rest
 
     @cute.jit
-    def arrive(self, gated: cutlass.Constexpr):
-        """Wait for K of the next step, and with it for V of the one before; its terms are those of gates, or none."""
+    def arrive(self, gates: cutlass.Constexpr):
+        """Wait for K of the next step, and with it for V of the one before, and take its terms if it has gates."""
         n = self.fetched[0]
         self.k.wait_full_at(n)
-        self.softmax.slot[0] = ring(n, self.config.slots)[0] if const_expr(gated) else Int32(-1)
+        self.softmax.slot[0] = ring(n, self.config.slots)[0] if const_expr(gates) else Int32(-1)
         self.fetched[0] = n + 1
 
     @cute.jit
     def prepare(self, stage):
-        """An item begins: its thresholds, and its first keys."""
+        """Begin an item: read its thresholds, and wait for its first keys."""
         for r in cutlass.range_constexpr(instructions.ROWS):
             row = self.row(stage, r)
             row = row if row < self.rows else self.rows - 1
-            self.softmax.tau[r] = self.arguments.tau[self.item[GatedItem.UNIT, stage], row]
+            self.softmax.tau[r] = self.arguments.tau[self.item[SparseKItem.UNIT, stage], row]
         self.arrive(False)
 
     def row(self, stage: Any, r: int) -> Any:
@@ -135,24 +137,24 @@ class GatedMask(Opaque):
         item = self.item
         words.fill(-1)
         self.arrive(True)
-        if item[GatedItem.WINDOW, stage] > 0:
+        if item[SparseKItem.WINDOW, stage] > 0:
             self.softmax.slot[0] = Int32(-1)
-            self.interval(words, stage, item[GatedItem.FIRST, stage])
+            self.interval(words, stage, item[SparseKItem.FIRST, stage])
         else:
-            if item[GatedItem.WHOLE, stage] == 0:
+            if item[SparseKItem.WHOLE, stage] == 0:
                 self.kept(words, self.row(stage, 0))
         return Boolean(True)
 
     @cute.jit
     def fetch(self, mode: cutlass.Constexpr, words, start, i):
-        """Wait for K of a step; of one of a list with keys that do not live through the tile, its packed mask."""
+        """Wait for K of a step, and make its packed mask where some keys of its list do not live through the tile."""
         self.arrive(mode in ("live", "bits"))
         if const_expr(mode == "bits"):
             self.kept(words, start)
 
     @cute.jit
     def kept(self, words, row):
-        """The packed mask of a list's step: which of its keys the rows `row` and eight behind keep."""
+        """Make the packed mask of a list's step, for the row `row` and the one eight behind."""
         _, keys, lasts = self.block.s_terms
         words.fill(0)
         for j in cutlass.range_constexpr(4 * cute.size(words, mode=[1])):
@@ -167,12 +169,12 @@ class GatedMask(Opaque):
 
     @cute.jit
     def walk(self, consumer, stage, buffer, kv, started):
-        """All steps of an item but the first; returns the number of steps so far."""
+        """Walk all steps of an item but the first; returns the number of steps so far."""
         item, me = self.item, self.thread.warpgroup
-        window, edges = 1 + item[GatedItem.WINDOW, stage], 1 + item[GatedItem.EDGES, stage]
-        whole = window + item[GatedItem.WHOLE, stage]
-        count = whole + item[GatedItem.REST, stage]
-        first, row = item[GatedItem.FIRST, stage], self.row(stage, 0)
+        window, edges = 1 + item[SparseKItem.WINDOW, stage], 1 + item[SparseKItem.EDGES, stage]
+        whole = window + item[SparseKItem.WHOLE, stage]
+        count = whole + item[SparseKItem.REST, stage]
+        first, row = item[SparseKItem.FIRST, stage], self.row(stage, 0)
         # The first key that any row of this warpgroup keeps.
         lowest = item[RowItem.TILE, stage] * TILE + me * ROWS - self.arguments.window
         kv, done = consumer.open(stage, buffer, kv, started, count)
@@ -190,7 +192,7 @@ class GatedMask(Opaque):
             consumer.step("live", buffer, kv, first, i)
             kv += 1
         for i in cutlass.range(done if done > whole else whole, count, unroll=1):
-            if item[GatedItem.LISTED, stage] - (i - window) * TILE <= TILE // 2:
+            if item[SparseKItem.LISTED, stage] - (i - window) * TILE <= TILE // 2:
                 consumer.step("bits", buffer, kv, row, i, int(Half.LEFT))
             else:
                 consumer.step("bits", buffer, kv, row, i)
@@ -199,7 +201,7 @@ class GatedMask(Opaque):
 
 
 class WholeRows(Epilogue):
-    """Rows are not split, and have no sinks."""
+    """The epilogue of rows that are not split and have no sinks."""
 
     def factors(self, stage: Any) -> Any:
         factor, lse, none = two(Float32), two(Float32), two(Float32)
@@ -208,15 +210,15 @@ class WholeRows(Epilogue):
         return factor, lse
 
     def write_part(self, stage: Any, factor: Any, lse: Any) -> None:
-        """There are none."""
+        """Do nothing: no row is split."""
 
 
-class GatedConsumer(Consumer):
+class SparseKConsumer(Consumer):
     """A warpgroup with 64 query rows of each item."""
 
     def __init__(self, block: Any, thread: Thread, source: Any) -> None:
-        super().__init__(block, thread, source, GatedSoftmax, WholeRows)
+        super().__init__(block, thread, source, SparseKSoftmax, WholeRows)
 
     def source(self, kind: Any, block: Any, thread: Thread) -> Any:
-        """It says which steps have gates."""
+        """The mask source, which also says which steps have gates."""
         return kind(block, thread, self.softmax)

@@ -1,4 +1,4 @@
-"""The items of gated attention: a tile of queries of a head, made of its number and the counts of its list."""
+"""The items of SparseK attention: a tile of queries of a head, made of its number and the counts of its list."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from gossamer.cute.work import WorkList
 from gossamer.sparse_k.hopper.configurations import TILE
 
 
-class GatedItem(IntEnum):
-    """Words of an item beside those of `RowItem`. Its steps: its own keys, those before in its window, its list."""
+class SparseKItem(IntEnum):
+    """The words of an item beside those of `RowItem`. Its steps: its own keys, those before in its window, its list."""
 
     FIRST = 4  # key of the window before the tile, a multiple of the step
-    WINDOW = 5  # steps of that
-    EDGES = 6  # the first of these, of which some pair is outside the window
+    WINDOW = 5  # steps of the window before the tile
+    EDGES = 6  # the first of these steps, those with a pair outside the window
     WHOLE = 7  # steps of the list whose keys live through the tile
     REST = 8  # the others
     LISTED = 9  # keys of the list
-    LIST = 10  # which it is
+    LIST = 10  # the number of the list
     UNIT = 13  # row of scores and thresholds
 
 
 @dataclass(frozen=True, eq=False)
-class GatedRows(WorkList):
-    """Tiles of a head one after the other, the last first, which read the same keys."""
+class SparseKRows(WorkList):
+    """The tiles of each head one after the other, the last first, since neighbours read the same keys."""
 
     counts: cute.Tensor  # (B U, tiles, 2) int32
-    ends: cute.Tensor  # (B U, 1, n) int32, the last: keys that are read where a list has not room for its own
-    room: Int32  # of a list
+    ends: cute.Tensor  # (B U, 1, n) int32, the last: the number of keys that are read where a list is too short
+    room: Int32  # the capacity of a list
     heads: Int32  # of a batch element
     units: Int32  # heads of scores of a batch element
     window: Int32
 
     @cute.jit
     def draw(self, w):
-        """This lane's word of item `w`."""
+        """The word of item `w` that this lane writes."""
         word = Int32(0)
         if w < self.count:
             lane = cute.arch.lane_idx()
@@ -60,10 +60,10 @@ class GatedRows(WorkList):
             whole = through // TILE
             words = {
                 RowItem.BATCH: batch, RowItem.HEAD: head, RowItem.TILE: tile, RowItem.SLOT: Int32(-1),
-                RowItem.VALID: Int32(1), GatedItem.FIRST: first, GatedItem.WINDOW: (start - first) // TILE,
-                GatedItem.EDGES: (inner - first) // TILE, GatedItem.WHOLE: whole,
-                GatedItem.REST: cute.ceil_div(listed, TILE) - whole, GatedItem.LISTED: listed,
-                GatedItem.LIST: unit * tiles + tile, GatedItem.UNIT: unit,
+                RowItem.VALID: Int32(1), SparseKItem.FIRST: first, SparseKItem.WINDOW: (start - first) // TILE,
+                SparseKItem.EDGES: (inner - first) // TILE, SparseKItem.WHOLE: whole,
+                SparseKItem.REST: cute.ceil_div(listed, TILE) - whole, SparseKItem.LISTED: listed,
+                SparseKItem.LIST: unit * tiles + tile, SparseKItem.UNIT: unit,
             }  # fmt: skip
             for place, value in words.items():
                 word = value if lane == int(place) else word

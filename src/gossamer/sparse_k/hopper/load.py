@@ -1,4 +1,4 @@
-"""Warps that gather keys and values of gated attention, and with those of a list what gates and masks need."""
+"""Warps that gather the keys and values of SparseK attention, and the terms of gates and masks for those of a list."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gossamer.cute.common import Opaque, ring
 from gossamer.cute.instructions import assembly
 from gossamer.cute.row_items import RowItem
 from gossamer.kernels.hopper.device.gather.rows import THREADS, RowCopies, copy
-from gossamer.sparse_k.hopper.block import GatedBlock
+from gossamer.sparse_k.hopper.block import SparseKBlock
 from gossamer.sparse_k.hopper.configurations import TILE
-from gossamer.sparse_k.hopper.items import GatedItem
+from gossamer.sparse_k.hopper.items import SparseKItem
 
 WARP = 32
-HELD = TILE // WARP  # keys of a step that a lane holds: each 32nd
-MINE = TILE // THREADS  # keys of whose terms a thread copies
+HELD = TILE // WARP  # keys of a step that a lane holds: every 32nd
+MINE = TILE // THREADS  # keys whose terms a thread copies
 
 
 class Spread:
-    """Keys of a step that the lanes of a warp hold: `keys[j]` is the one of whose row a thread copies as its j-th."""
+    """The keys of a step that the lanes of a warp hold: `keys[j]` is the key whose row a thread copies as its j-th."""
 
     def __init__(self, held: Any, copies: RowCopies) -> None:
         self.held, self.copies = held, copies
@@ -35,7 +35,7 @@ class Spread:
 class LiveGatherer(Opaque):
     """Two warps that fill the rings of K and V for item after item."""
 
-    def __init__(self, block: GatedBlock, thread: Any) -> None:
+    def __init__(self, block: SparseKBlock, thread: Any) -> None:
         a, c = block.arguments, block.config
         self.block, self.arguments, self.config, self.thread = block, a, c, thread
         self.keys = RowCopies(a.k, block.k, block.s_k.iterator, c.size, thread, rows=TILE)
@@ -47,7 +47,7 @@ class LiveGatherer(Opaque):
 
     @cute.jit
     def run(self):
-        """Item after item."""
+        """Gather item after item."""
         items, a = self.block.items, self.arguments
         item = items.item
         turn, kv = Int32(0), Int32(0)  # items and steps so far
@@ -56,12 +56,12 @@ class LiveGatherer(Opaque):
         while running != 0:
             place = items.place(turn)[0]
             batch, group = item[RowItem.BATCH, place], item[RowItem.HEAD, place] // self.ratio
-            start, first = item[RowItem.TILE, place] * TILE, item[GatedItem.FIRST, place]
-            near = 1 + item[GatedItem.WINDOW, place]  # steps of the window
-            through = near + item[GatedItem.WHOLE, place]
-            steps = through + item[GatedItem.REST, place]
-            listed, unit = item[GatedItem.LISTED, place], item[GatedItem.UNIT, place]
-            list_start = a.lists.iterator.toint() + 4 * (Int64(item[GatedItem.LIST, place]) * self.room)
+            start, first = item[RowItem.TILE, place] * TILE, item[SparseKItem.FIRST, place]
+            near = 1 + item[SparseKItem.WINDOW, place]  # steps of the window
+            through = near + item[SparseKItem.WHOLE, place]
+            steps = through + item[SparseKItem.REST, place]
+            listed, unit = item[SparseKItem.LISTED, place], item[SparseKItem.UNIT, place]
+            list_start = a.lists.iterator.toint() + 4 * (Int64(item[SparseKItem.LIST, place]) * self.room)
             if listed > self.room:
                 list_start = a.every.iterator.toint() + 4 * (Int64(unit) * self.N)
             k_start, v_start = self.keys.start(batch, group), self.values.start(batch, group)
@@ -87,7 +87,7 @@ class LiveGatherer(Opaque):
 
     @cute.jit
     def find(self, i, start, first, near, listed, list_start):
-        """The keys of step `i`, -1 where there are none, as many as a lane holds."""
+        """Read this lane's keys of step `i`; -1 where there are none."""
         lane = cute.arch.lane_idx()
         if i < near:
             column = start if i == 0 else first + (i - 1) * TILE
@@ -101,7 +101,7 @@ class LiveGatherer(Opaque):
 
     @cute.jit
     def terms(self, kv, entry, listed, unit, list_start, partly):
-        """Issue this thread's copies of what gates and masks of a step need, which begins at an entry of a list."""
+        """Issue this thread's copies of the terms of gates and masks, for a step that begins at an entry of a list."""
         a = self.arguments
         u, key, last = (x.iterator.toint() for x in self.block.s_terms)
         slot = ring(kv, self.config.slots)[0]

@@ -6,7 +6,7 @@ import itertools
 from functools import cache
 
 from gossamer.cute.shipped import Shipped
-from gossamer.sparse_k.hopper.configurations import SIZES, GatedConfig
+from gossamer.sparse_k.hopper.configurations import SIZES, SparseKConfig
 
 MODULE = "gossamer.sparse_k.hopper.compiled"
 
@@ -16,6 +16,6 @@ def shipped() -> tuple[Shipped, ...]:
     """A forward for each type and padded head size."""
     heads = {64: (64,), 128: (96, 128)}
     return tuple(
-        Shipped(MODULE, "gated", (GatedConfig(dtype, size, True),), dtype, frozenset((D, D) for D in heads[size]))
+        Shipped(MODULE, "forward", (SparseKConfig(dtype, size, True),), dtype, frozenset((D, D) for D in heads[size]))
         for size, dtype in itertools.product(SIZES, ("bfloat16", "float16"))
     )

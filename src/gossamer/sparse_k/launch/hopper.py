@@ -1,4 +1,4 @@
-"""The forward of gated attention by the kernel for compute capability 9.0, over the lists of the Triton kernels."""
+"""The forward of SparseK attention by the kernel for compute capability 9.0, over the lists of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from torch import Tensor
 
 from gossamer.kernels.gpu import processors
 from gossamer.kernels.hopper import missing_packages
-from gossamer.sparse_k.hopper.configurations import SIZES, TILE, GatedConfig
+from gossamer.sparse_k.hopper.configurations import SIZES, TILE, SparseKConfig
 from gossamer.sparse_k.launch import triton as triton_calls
 from gossamer.sparse_k.launch.problem import Operands, Options
 
 LOG2E = math.log2(math.e)
-STEP = 8  # numbers of 16 bits in what is copied at once
-LARGEST_ROW_STRIDE = 1 << 30  # of what is gathered: bytes fit 32 bits
+STEP = 8  # numbers of 16 bits that are copied at once
+LARGEST_ROW_STRIDE = 1 << 30  # of gathered rows, so that bytes fit 32 bits
 
 
 def reasons(x: Operands, o: Options) -> list[str]:
-    """Why the kernel does not compute a call."""
+    """The reasons for which the kernel does not compute a call."""
     D, E = x.q.shape[3], x.v.shape[3]
-    found = [*missing_packages()]
+    refusals = [*missing_packages()]
     if x.q.device.type != "cuda":
-        found.append(f"needs a GPU, not {x.q.device.type}")
+        refusals.append(f"needs a GPU, not {x.q.device.type}")
     elif torch.cuda.get_device_capability(x.q.device) != (9, 0):
-        found.append("needs a GPU of compute capability 9.0")
+        refusals.append("needs a GPU of compute capability 9.0")
     if x.q.dtype not in (torch.float16, torch.bfloat16):
-        found.append(f"has no kernels for {x.q.dtype}")
+        refusals.append(f"has no kernels for {x.q.dtype}")
     if x.u.dtype != torch.float32:
-        found.append(f"has no kernels for scores of {x.u.dtype}")
+        refusals.append(f"has no kernels for scores of {x.u.dtype}")
     if max(D, E) > max(SIZES) or D % STEP or E % STEP:
-        found.append(f"head sizes are multiples of {STEP} up to {max(SIZES)}")
+        refusals.append(f"head sizes are multiples of {STEP} up to {max(SIZES)}")
     if not o.causal:
-        found.append("is causal")
+        refusals.append("is causal")
     if o.gate not in ("v", None):
-        found.append(f"has no gate {o.gate!r}")
+        refusals.append(f"has no gate {o.gate!r}")
     if o.scale <= 0:
-        found.append("the scale is positive")
-    return found
+        refusals.append("the scale is positive")
+    return refusals
 
 
-def config(x: Operands, o: Options) -> GatedConfig:
-    """The kernel of a call."""
+def config(x: Operands, o: Options) -> SparseKConfig:
+    """The configuration of the kernel of a call."""
     size = next(size for size in SIZES if size >= max(x.q.shape[3], x.v.shape[3]))
-    return GatedConfig(str(x.q.dtype).removeprefix("torch."), size, o.gate == "v")
+    return SparseKConfig(str(x.q.dtype).removeprefix("torch."), size, o.gate == "v")
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
@@ -55,11 +55,11 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     q, k, v = (_readable(t) for t in (x.q, x.k, x.v))
     u, tau, last = (_aligned(t.contiguous()) for t in (x.u, x.tau, x.last))
     every = triton_calls.live_keys(last, o)
-    of_tiles = triton_calls.lists(last, o, TILE, every)
+    tile_lists = triton_calls.lists(last, o, TILE, every)
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
-    items = B * H * of_tiles.keys.shape[1]
-    compiled.gated(config(x, o))(
-        q, k, v, out, lse, *(t.flatten(0, 1) for t in (u, tau, last)), of_tiles.keys, of_tiles.counts,
+    items = B * H * tile_lists.keys.shape[1]
+    compiled.forward(config(x, o))(
+        q, k, v, out, lse, *(t.flatten(0, 1) for t in (u, tau, last)), tile_lists.keys, tile_lists.counts,
         every.keys, every.counts,
         last.new_zeros(1), o.scale * LOG2E, o.window, items, min(items, processors(x.q.device)),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The tensor itself if TMA reads it and its rows can be gathered, else a copy."""
+    """x if TMA reads it and its rows can be gathered, else a copy."""
     *lead, last = x.stride()
     able = last == 1 and all(s > 0 and s % STEP == 0 for s in lead) and x.stride(2) < LARGEST_ROW_STRIDE
     return _aligned(x if able else x.contiguous())

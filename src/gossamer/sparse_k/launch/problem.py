@@ -1,4 +1,4 @@
-"""What a call of gated attention is, beside its tensors."""
+"""The operands and options of a call of SparseK attention."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Options(NamedTuple):
     """
 
     window: int
-    gate: Gate | None  # what m multiplies: values, keys and values, or exp(score)
+    gate: Gate | None  # m multiplies values, keys and values, or exp(score)
     causal: bool
     scale: float
-    straight: bool  # the gradient of u is that of gates of values, also where the gate is None
-    live: int  # so many keys live at any step
-    certain: bool  # and no more; else that follows from the scores
+    straight: bool  # whether u has the gradient of gates of values, also where the gate is None
+    live: int  # the number of keys that live at any step
+    certain: bool  # whether no more than `live` can; else that depends on the scores
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. U is G or H: what is kept is shared by the heads of a group, or not."""
+    """The tensors of a call. U is G or H: the heads of a group share the kept keys, or do not."""
 
     q: Tensor  # (B, H, N, D)
     k: Tensor  # (B, G, N, D)
@@ -38,8 +38,8 @@ class Operands(NamedTuple):
     last_gated: Tensor  # (B, U, N) int32, at least `last`
 
 
-class Gradients(NamedTuple):
-    """Of the operands."""
+class SparseKGradients(NamedTuple):
+    """The gradients of the operands."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes that a call takes besides operands and results."""
+    """The bytes that a call takes besides operands and results."""
 
     lists: int  # in the forward
     sums: int  # in the backward, besides lists

@@ -1,4 +1,4 @@
-"""Gated attention by Triton kernels: lists of live keys, and both directions over them. Nothing is read back."""
+"""SparseK attention by Triton kernels: lists of live keys, and both directions over them. Nothing is read back."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.sparse_k.launch.problem import Gradients, Memory, Operands, Options
+from gossamer.sparse_k.launch.problem import Memory, Operands, Options, SparseKGradients
 from gossamer.sparse_k.triton import forward as forward_kernel
 from gossamer.sparse_k.triton import key_gradients as keys_kernel
 from gossamer.sparse_k.triton import lists as lists_kernel
 from gossamer.sparse_k.triton import query_gradient as query_kernel
 
 MOST_HEAD = 256
-LITTLE = 160 * 2**10  # bytes of shared memory, of which GPUs of compute capability 8.6, 8.9 and 12.0 have less
+LITTLE = 160 * 2**10  # bytes of shared memory; GPUs of compute capability 8.6, 8.9 and 12.0 have less
 LOG2E = math.log2(math.e)
 RANGE = 8192  # queries of the first lists
-CHUNK = 1024  # and of those that are made from these
-PLACES = 1024  # keys of a program of the kernels that find those that ever live
+CHUNK = 1024  # queries of the lists that are made from these
+PLACES = 1024  # keys of a program of the kernels that list those that ever live
 STREAMED = 2048  # keys of a list that are read at once
 
 
-class Lists(NamedTuple):
-    """Of ranges of queries, as `live_lists` writes and reads them."""
+class LiveLists(NamedTuple):
+    """The live keys of ranges of queries, as `live_lists` writes and reads them."""
 
     keys: Tensor  # (units, ranges, capacity) int32
-    counts: Tensor  # (units, ranges, 2) int32; of all queries, whose lengths are the last numbers, other than 2
-    size: int  # queries of a range
+    counts: (
+        Tensor  # (units, ranges, n) int32, the last number the length of a list; n is 2 but for the list of all queries
+    )
+    size: int  # the queries of a range
 
 
 class Tiles(NamedTuple):
-    """Of a kernel."""
+    """The tile of a kernel, and how it is launched."""
 
     m: int
     n: int
@@ -44,44 +46,44 @@ class Tiles(NamedTuple):
 
 
 def reasons(x: Operands, o: Options) -> list[str]:
-    """Why these kernels do not compute a call."""
-    found = []
+    """The reasons for which these kernels do not compute a call."""
+    refusals = []
     if x.q.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        found.append(f"needs a GPU, not {x.q.device.type}")
+        refusals.append(f"needs a GPU, not {x.q.device.type}")
     if x.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        found.append(f"has no kernels for {x.q.dtype}")
+        refusals.append(f"has no kernels for {x.q.dtype}")
     if x.u.dtype != torch.float32:
-        found.append(f"has no kernels for scores of {x.u.dtype}")
+        refusals.append(f"has no kernels for scores of {x.u.dtype}")
     if max(x.q.shape[3], x.v.shape[3]) > MOST_HEAD:
-        found.append(f"head sizes are up to {MOST_HEAD}")
+        refusals.append(f"head sizes are up to {MOST_HEAD}")
     if not o.causal:
-        found.append("is causal")
-    return found or unverified(x, o)
+        refusals.append("is causal")
+    return refusals or unverified(x, o)
 
 
 def unverified(x: Operands, o: Options) -> list[str]:
-    """What the kernels compute, but of which numbers were not compared on a GPU yet."""
-    found = []
+    """The parts of a call that kernels compute, but whose numbers were not compared on a GPU yet."""
+    parts = []
     if x.q.dtype == torch.float32:
-        found.append("its float32 was not verified on a GPU yet")
+        parts.append("its float32 was not verified on a GPU yet")
     if max(x.q.shape[3], x.v.shape[3]) > 128:
-        found.append("head sizes over 128 were not verified on a GPU yet")
+        parts.append("head sizes over 128 were not verified on a GPU yet")
     if o.gate == "logit":
-        found.append("gate 'logit' was not verified on a GPU yet")
-    return found
+        parts.append("gate 'logit' was not verified on a GPU yet")
+    return parts
 
 
 def memory(x: Operands, o: Options) -> Memory:
-    """Lists of int32, and sums over chunks in float32."""
+    """The bytes of lists in int32, and of sums over chunks in float32."""
     (B, _, N, D), E, U = x.q.shape, x.v.shape[3], x.u.shape[1]
 
     def entries(size: int) -> int:
         return B * U * triton.cdiv(N, size) * min(N, o.live + size)
 
     levels = [size for size in (RANGE, CHUNK) if 2 * size <= N]
-    of_lists = 4 * (B * U * N + sum(map(entries, [*levels, tiles("forward", x).m])))
+    list_bytes = 4 * (B * U * N + sum(map(entries, [*levels, tiles("forward", x).m])))
     chunk = chunk_size(o, N, tiles("query", x).m)
-    return Memory(of_lists, 4 * (D + E + 2) * entries(chunk))
+    return Memory(list_bytes, 4 * (D + E + 2) * entries(chunk))
 
 
 def tiles(kernel: str, x: Operands) -> Tiles:
@@ -104,12 +106,12 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     x = _rows_contiguous(x)
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     t = tiles("forward", x)
-    of_tiles = lists(x.last, o, t.m, live_keys(x.last, o))
+    tile_lists = lists(x.last, o, t.m, live_keys(x.last, o))
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
     grid = (triton.cdiv(N, t.m), B * H)
     forward_kernel.gated_forward[grid](
-        x.q, x.k, x.v, x.u, x.tau, x.last, of_tiles.keys, of_tiles.counts, out, lse,
-        *_strides(x.q, x.k, x.v), H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2],
+        x.q, x.k, x.v, x.u, x.tau, x.last, tile_lists.keys, tile_lists.counts, out, lse,
+        *_strides(x.q, x.k, x.v), H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2],
         o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
         SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
@@ -117,7 +119,7 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> Gradients:
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> SparseKGradients:
     """The gradients; those of u and tau are zero where no gate has one."""
     x = _rows_contiguous(x)
     dout = _last_contiguous(dout)
@@ -131,8 +133,8 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     t = tiles("query", x)
     chunk = chunk_size(o, N, t.m)
     every = live_keys(x.last_gated, o)
-    of_chunks = lists(x.last_gated, o, chunk, every)
-    of_tiles = lists(x.last_gated, o, t.m, of_chunks)
+    chunk_lists = lists(x.last_gated, o, chunk, every)
+    tile_lists = lists(x.last_gated, o, t.m, chunk_lists)
     common = {
         "D": D, "E": E, "GATE": o.gate or "none", "STRAIGHT": o.straight, "SIZE_D": padded(D), "SIZE_E": padded(E),
         "PRECISION": _precision(x),
@@ -140,50 +142,50 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     strides = (*_strides(x.q, x.k, x.v), *dout.stride()[:3])
     dq, dtau = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device), x.u.new_empty(B, H, N)
     query_kernel.gated_query_gradient[(triton.cdiv(N, t.m), B * H)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_tiles.keys, of_tiles.counts, dout, lse, delta, dq, dtau,
-        *strides, H, G, U, N, o.window, of_tiles.keys.shape[1], of_tiles.keys.shape[2], o.scale, **common,
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, tile_lists.keys, tile_lists.counts, dout, lse, delta, dq, dtau,
+        *strides, H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2], o.scale, **common,
         BLOCK_M=t.m, BLOCK_N=t.n, num_warps=t.warps, num_stages=t.stages,
         maxnreg=t.registers,
     )  # fmt: skip
     dtau = dtau.view(B, U, -1, N).sum(2)
-    dk, dv, du = _key_gradients(x, o, every, of_chunks, dout, lse, delta, strides, common)
-    return Gradients(dq, dk, dv, du, dtau)
+    dk, dv, du = _key_gradients(x, o, every, chunk_lists, dout, lse, delta, strides, common)
+    return SparseKGradients(dq, dk, dv, du, dtau)
 
 
 def _key_gradients(
-    x: Operands, o: Options, every: Lists, of_chunks: Lists, dout: Tensor, lse: Tensor, delta: Tensor,
+    x: Operands, o: Options, every: LiveLists, chunk_lists: LiveLists, dout: Tensor, lse: Tensor, delta: Tensor,
     strides: tuple[int, ...], common: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
-    of_entries, of_windows = (
+    entry_options, window_options = (
         {"BLOCK_M": t.m, "BLOCK_N": t.n, "num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
         for t in (tiles("entries", x), tiles("windows", x))
     )
-    units, chunks, capacity = of_chunks.keys.shape
+    units, chunks, capacity = chunk_lists.keys.shape
     over = not o.certain
     CHUNKS = triton.next_power_of_2(chunks) if over else 1
     part_dk, part_dv, part_du = (
         x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
     )  # fmt: skip
-    sizes = H, G, U, N, o.window, of_chunks.size, chunks, capacity, o.scale
-    keys_kernel.entry_gradients[(triton.cdiv(capacity, of_entries["BLOCK_N"]), chunks, units)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.keys, of_chunks.counts, dout, lse, delta,
-        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **of_entries,
+    sizes = H, G, U, N, o.window, chunk_lists.size, chunks, capacity, o.scale
+    keys_kernel.entry_gradients[(triton.cdiv(capacity, entry_options["BLOCK_N"]), chunks, units)](
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, chunk_lists.keys, chunk_lists.counts, dout, lse, delta,
+        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **entry_options,
     )  # fmt: skip
-    after = torch.empty_like(of_chunks.keys)
+    after = torch.empty_like(chunk_lists.keys)
     home = torch.empty_like(x.last_gated)
     keys_kernel.link_entries[(triton.cdiv(capacity, 256), chunks, units)](
-        x.last_gated, of_chunks.keys, of_chunks.counts, after, home, N, o.window, of_chunks.size, chunks, capacity,
-        OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
+        x.last_gated, chunk_lists.keys, chunk_lists.counts, after, home, N, o.window, chunk_lists.size, chunks,
+        capacity, OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
     )  # fmt: skip
     keys_kernel.add_entries[(triton.cdiv(N, 16), units)](
-        every.keys, every.counts, every.counts.shape[2], of_chunks.counts, after, home, part_dk, part_dv, part_du,
+        every.keys, every.counts, every.counts.shape[2], chunk_lists.counts, after, home, part_dk, part_dv, part_du,
         N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
-    keys_kernel.gated_key_gradients[(triton.cdiv(N, of_windows["BLOCK_N"]), B * G)](
-        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, of_chunks.counts, home, dout, lse, delta, part_dk, part_dv,
-        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **of_windows,
+    keys_kernel.gated_key_gradients[(triton.cdiv(N, window_options["BLOCK_N"]), B * G)](
+        x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, chunk_lists.counts, home, dout, lse, delta, part_dk, part_dv,
+        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **window_options,
     )  # fmt: skip
     return dk, dv, du
 
@@ -193,8 +195,8 @@ def chunk_size(o: Options, N: int, tile: int) -> int:
     return max(tile, 256, min(triton.next_power_of_2(o.live), RANGE))
 
 
-def live_keys(last: Tensor, o: Options) -> Lists:
-    """The keys that are kept past their window at any step, ascending: as the list of all queries."""
+def live_keys(last: Tensor, o: Options) -> LiveLists:
+    """The list of all queries: the keys that are kept past their window at any step, ascending."""
     B, U, N = last.shape
     blocks = triton.cdiv(N, PLACES)
     counts = last.new_empty(B * U, blocks)
@@ -203,11 +205,11 @@ def live_keys(last: Tensor, o: Options) -> Lists:
     lists_kernel.count_live[grid](last, counts, N, o.window, blocks, BLOCK=PLACES)
     ends = counts.cumsum(1, dtype=torch.int32)
     lists_kernel.write_live[grid](last, ends, keys, N, o.window, blocks, BLOCK=PLACES)
-    return Lists(keys, ends[:, None], N)
+    return LiveLists(keys, ends[:, None], N)
 
 
-def lists(last: Tensor, o: Options, size: int, parent: Lists, ordered: bool = True) -> Lists:
-    """Of ranges of `size` queries, by way of ranges between these and those of `parent`."""
+def lists(last: Tensor, o: Options, size: int, parent: LiveLists, ordered: bool = True) -> LiveLists:
+    """The lists of ranges of `size` queries, by way of ranges between these and those of `parent`."""
     B, U, N = last.shape
     for between in (RANGE, CHUNK):
         if 2 * size <= between and 2 * between <= parent.size:
@@ -221,12 +223,12 @@ def lists(last: Tensor, o: Options, size: int, parent: Lists, ordered: bool = Tr
         parent.keys.shape[2], parent.counts.shape[2], capacity, ORDERED=ordered, BLOCK=block,
         num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
-    return Lists(keys, counts, size)
+    return LiveLists(keys, counts, size)
 
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
+    """The bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return LITTLE
     facts: Any = torch.cuda.get_device_properties(device)  # of which torch's types do not know this one

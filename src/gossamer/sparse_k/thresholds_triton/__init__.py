@@ -1,1 +1,1 @@
-"""What SparseK keeps of each prefix of a row of scores, by Triton kernels."""
+"""The thresholds and the kept keys of all prefixes of a row of scores, by Triton kernels."""

@@ -1,6 +1,6 @@
-"""The gradient of thresholds: kernels. What comes to a step is shared by its interior keys, or by those that are tau.
+"""Kernels of the gradient of thresholds: a step's gradient is shared by its interior keys, or by those equal to tau.
 
-Each key has its share in two ranges of steps: those at which it is inside, and those at which it is tau itself. Numbers
+A key takes part in two ranges of steps: those at which it is inside, and those at which it equals tau. Numbers
 of keys are sums of integers, and sums over ranges differences of prefix sums in float64, each in one order.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _first_over(tau_ptr, x, N, there, EQUAL: tl.constexpr):
-    """The first step of which the threshold is over x, or at least x with EQUAL; NaN is over all."""
+    """The first step whose threshold is over x, or at least x with EQUAL; NaN counts as over all."""
     low = tl.zeros(x.shape, tl.int32)
     high = low + N
     while tl.max(high - low, 0) > 0:
@@ -33,7 +33,7 @@ def find_ranges(u_ptr, tau_ptr, ranges_ptr, changes_ptr, N, rows, BLOCK: tl.cons
 
     Args:
         u_ptr, tau_ptr: (rows, N) float32, tau non-decreasing.
-        ranges_ptr: (3, rows, N) int32: where a key begins to be inside, where it leaves, and where it is tau no more.
+        ranges_ptr: (3, rows, N) int32: the steps at which a key enters, at which it leaves, and at which tau passes it.
         changes_ptr: (2, rows, N) int32, zero before.
     """
     row = tl.program_id(1).to(tl.int64)
@@ -59,10 +59,10 @@ def find_ranges(u_ptr, tau_ptr, ranges_ptr, changes_ptr, N, rows, BLOCK: tl.cons
 
 @triton.jit
 def sum_shares(dtau_ptr, counts_ptr, shares_ptr, totals_ptr, N, rows, blocks, BLOCK: tl.constexpr):
-    """Of a block of steps the sums of shares up to each one.
+    """Prefix sums of the shares within a block of steps.
 
     Args:
-        counts_ptr: (2, rows, N) int32: the interior keys of a step, and those that are tau.
+        counts_ptr: (2, rows, N) int32: the numbers of interior keys of a step, and of those equal to tau.
         shares_ptr: (2, rows, N) float64, and `totals_ptr` (2, rows, blocks) float64.
     """
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -72,7 +72,7 @@ def sum_shares(dtau_ptr, counts_ptr, shares_ptr, totals_ptr, N, rows, blocks, BL
     dtau = tl.load(dtau_ptr + at, mask=there, other=0.0).to(tl.float64)
     inside = tl.load(counts_ptr + at, mask=there, other=0)
     equal = tl.load(counts_ptr + rows * N + at, mask=there, other=0)
-    # What comes to a threshold of -inf goes to no key, and is kept out of the sums: it may be NaN.
+    # The gradient of a threshold of -inf goes to no key, and stays out of the sums: it may be NaN.
     share = tl.where(inside > 0, dtau / tl.maximum(inside, 1).to(tl.float64), 0.0)
     tl.store(shares_ptr + at, tl.cumsum(share, 0), mask=there)
     tl.store(totals_ptr + row * blocks + block, tl.sum(share, 0))
@@ -83,7 +83,7 @@ def sum_shares(dtau_ptr, counts_ptr, shares_ptr, totals_ptr, N, rows, blocks, BL
 
 @triton.jit
 def sum_totals(totals_ptr, blocks, BLOCK: tl.constexpr):
-    """Of a row's blocks the sums before each one, in place."""
+    """Replace the totals of a row's blocks by the sums before each block."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.zeros((1,), tl.float64)
     for b in range(0, blocks, BLOCK):
@@ -95,7 +95,7 @@ def sum_totals(totals_ptr, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_before(shares_ptr, totals_ptr, step, there, BLOCK: tl.constexpr):
-    """The sum of what is before a step."""
+    """The sum of the shares before a step."""
     before = tl.maximum(step - 1, 0)
     some = there & (step > 0)
     return tl.load(shares_ptr + before, mask=some, other=0.0) + tl.load(

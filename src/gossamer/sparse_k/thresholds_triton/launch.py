@@ -19,7 +19,7 @@ LANES = 32  # walks of a program
 
 
 class Prefixes(NamedTuple):
-    """Of rows of scores, (rows, N), what `thresholds` and `last_largest` start from."""
+    """The sorted prefixes of rows of scores (rows, N), from which `thresholds` and `last_largest` start."""
 
     u: Tensor  # float32; -inf of a key that is not there
     k: int
@@ -33,7 +33,7 @@ class Prefixes(NamedTuple):
 
 
 def available(u: Tensor) -> bool:
-    """Whether scores are of a type and on a device for which there are kernels."""
+    """Whether there are kernels for the type and the device of scores."""
     return u.dtype == torch.float32 and (u.is_cuda or bool(triton.knobs.runtime.interpret))
 
 
@@ -42,8 +42,8 @@ def prefixes(u: Tensor, k: int) -> Prefixes:
     rows, N = u.shape
     # NaN is not there.
     u = torch.where(u > -torch.inf, u, -torch.inf)
-    sorted_scores, order_of = u.flip(-1).sort(stable=True)
-    sorted_keys = (N - 1 - order_of).int()
+    sorted_scores, sorted_from = u.flip(-1).sort(stable=True)
+    sorted_keys = (N - 1 - sorted_from).int()
     lengths = [LEAST]
     while lengths[-1] < N:
         lengths.append(2 * lengths[-1])
@@ -74,13 +74,13 @@ def prefixes(u: Tensor, k: int) -> Prefixes:
     starts.sum_chunks[(2 * EDGES // part, rows, len(lengths))](
         table, sums, N, LEAST, chunks, CHUNK=CHUNK, COLUMNS=2 * EDGES, BLOCK=16, PART=part
     )
-    found = place.new_empty(6, rows, nodes)
+    starting = place.new_empty(6, rows, nodes)
     sum_ = sums.new_empty(rows, nodes)
     starts.find_starts[(chunks, rows)](
-        u, scores, place, table, sums, begin, entering, found, sum_, N, LEAST, nodes, k,
+        u, scores, place, table, sums, begin, entering, starting, sum_, N, LEAST, nodes, k,
         ONE=one, CHUNK=CHUNK, NODE=NODE, EDGES=EDGES, num_warps=4,
     )  # fmt: skip
-    return Prefixes(u, k, keys, scores, place, absent, found, sum_, one)
+    return Prefixes(u, k, keys, scores, place, absent, starting, sum_, one)
 
 
 def thresholds(p: Prefixes) -> Tensor:
@@ -102,14 +102,14 @@ def last_largest(p: Prefixes) -> Tensor:
     return last
 
 
-class Kept(NamedTuple):
-    """Of all prefixes of rows, both (rows, N)."""
+class ThresholdsAndLast(NamedTuple):
+    """The thresholds and last steps of all prefixes: both (rows, N)."""
 
     tau: Tensor
     last: Tensor
 
 
-def kept(p: Prefixes) -> Kept:
+def kept(p: Prefixes) -> ThresholdsAndLast:
     """`thresholds` and `last_largest`."""
     (rows, N), nodes = p.u.shape, p.starts.shape[2]
     tau, last = torch.empty_like(p.u), torch.full_like(p.place, N - 1)
@@ -118,7 +118,7 @@ def kept(p: Prefixes) -> Kept:
         p.u, p.keys, p.scores, p.place, p.absent, p.starts, p.sum, tau, last, N, LEAST, nodes, p.k, ONE=p.one,
         NODE=NODE, LANES=LANES, num_warps=1,
     )  # fmt: skip
-    return Kept(tau, last)
+    return ThresholdsAndLast(tau, last)
 
 
 def thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:

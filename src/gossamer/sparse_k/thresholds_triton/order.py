@@ -1,6 +1,6 @@
 """The keys of prefixes of a row in the order of their scores: kernels.
 
-A row is sorted once. Steps t of [L / 2, L) are computed with the keys before L alone, of which at least half are there
+A row is sorted once. Steps t of [L / 2, L) are computed with the keys before L alone. At least half of these are there
 at each of these steps: a walk in their order does not pass many that are not there yet.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def count_places(key_ptr, counts_ptr, N, least, blocks, BLOCK: tl.constexpr):
-    """How many keys of block program 0, of those sorted, are before the length `least << program 2`.
+    """Count the sorted keys of block program 0 that are before the length `least << program 2`.
 
     Args:
         key_ptr: (rows, N) int32: the keys of row program 1 in ascending order of their scores.
@@ -30,14 +30,14 @@ def count_places(key_ptr, counts_ptr, N, least, blocks, BLOCK: tl.constexpr):
 def write_prefixes(
     key_ptr, score_ptr, ends_ptr, keys_ptr, scores_ptr, place_ptr, absent_ptr, N, least, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The keys of block program 0 that are before the length `least << program 2`, behind those of earlier blocks.
+    """Write the keys of block program 0 that are before the length `least << program 2`, by blocks.
 
     Args:
         key_ptr, score_ptr: (rows, N), sorted.
         ends_ptr: (prefixes, rows, blocks) int32: sums of `count_places` up to each block.
         keys_ptr, scores_ptr: (prefixes, rows, N).
-        place_ptr: (rows, N) int32: of each key, in the shortest prefix that has it.
-        absent_ptr: (prefixes, rows) int32, zero before: the keys of -inf.
+        place_ptr: (rows, N) int32: the place of each key in the shortest prefix that has it.
+        absent_ptr: (prefixes, rows) int32, zero before: the number of keys of -inf.
     """
     block, row, prefix = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     rows = tl.num_programs(1)

@@ -1,4 +1,4 @@
-"""Where walks start: exact sums over the keys before a step, at some of their scores: kernels.
+"""Kernels that find the starts of walks, by exact sums over the keys before a step at some of their scores.
 
 The threshold never falls, so that in the second half of a prefix no score matters under v - 1, of the (k + 1)-th
 largest score v of the first half. The places from there on are cut into EDGES ranges of equally many: a point x is the
@@ -16,7 +16,7 @@ import triton.language as tl
 @triton.jit
 def steps_of(score, ONE: tl.constexpr):
     """Scores of float32 in steps of 1 / ONE, modulo 2^64."""
-    whole = 18446744073709551616.0  # 2^64, of which what is infinite counts as a multiple
+    whole = 18446744073709551616.0  # 2^64; infinite scores count as a multiple of it
     x = tl.where(tl.abs(score) == float("inf"), 0.0, score).to(tl.float64)
     x = tl.floor(x * ONE + 0.5)
     x = x - tl.floor(x / whole) * whole
@@ -25,7 +25,7 @@ def steps_of(score, ONE: tl.constexpr):
 
 @triton.jit
 def prefix_of(step, least, N):
-    """(which prefix, its length) of a step."""
+    """(number, length) of the prefix of a step."""
     prefix, length = 0, least
     while length <= step:
         prefix += 1
@@ -41,7 +41,7 @@ def edge_places(edge, begin, length, EDGES: tl.constexpr):
 
 @triton.jit
 def _first_place(scores_ptr, x, length, LESS: tl.constexpr, EQUAL: tl.constexpr):
-    """The first place of which the score, less LESS, is over x, or x with EQUAL; for each x."""
+    """The first place whose score minus LESS is over x, or at least x with EQUAL; for each x."""
     low = tl.zeros(x.shape, tl.int32)
     high = low + length
     while tl.max(high - low, 0) > 0:
@@ -58,13 +58,13 @@ def _first_place(scores_ptr, x, length, LESS: tl.constexpr, EQUAL: tl.constexpr)
 
 @triton.jit
 def find_edges(scores_ptr, absent_ptr, begin_ptr, entering_ptr, N, least, k, EDGES: tl.constexpr):
-    """Of prefix program 1 of a row where its ranges begin.
+    """Find the places at which the ranges of prefix program 1 begin.
 
     Args:
         scores_ptr: (prefixes, rows, N), of `write_prefixes`.
         absent_ptr: (prefixes, rows) int32: keys that are not there, which come first.
         begin_ptr: (prefixes, rows) int32: the first place that matters.
-        entering_ptr: (prefixes, rows, EDGES) int32: of each point x the first place of a score over x + 1.
+        entering_ptr: (prefixes, rows, EDGES) int32: the first place of a score over x + 1, for each point x.
     """
     row, prefix = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows = tl.num_programs(0)
@@ -100,15 +100,15 @@ def add_keys(
             keys before these in its first chunk.
     """
     block, row, prefix = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    of_prefix = prefix * tl.num_programs(1) + row
+    prefix_row = prefix * tl.num_programs(1) + row
     length = tl.minimum(least << prefix, N)
-    begin = tl.load(begin_ptr + of_prefix)
+    begin = tl.load(begin_ptr + prefix_row)
     if (block * BLOCK < length) & (block * BLOCK + BLOCK > begin):
         first = tl.where(prefix == 0, 0, (least << prefix) // 2)
         at = block * BLOCK + tl.arange(0, BLOCK)
         there = (at >= begin) & (at < length)
-        score = tl.load(scores_ptr + of_prefix * N + at, mask=there, other=0.0)
-        key = tl.load(keys_ptr + of_prefix * N + at, mask=there, other=0)
+        score = tl.load(scores_ptr + prefix_row * N + at, mask=there, other=0.0)
+        key = tl.load(keys_ptr + prefix_row * N + at, mask=there, other=0)
         # A key counts from the start of the chunk after its own; what the last chunk adds, nobody reads.
         chunk = tl.where(key < first, first // CHUNK, key // CHUNK + 1)
         there = there & (chunk * CHUNK < length)
@@ -126,7 +126,7 @@ def add_keys(
         while size > 0:
             middle = (below + above) // 2
             search = there & (above - below > 1)
-            place = tl.load(entering_ptr + of_prefix * EDGES + middle, mask=search, other=0)
+            place = tl.load(entering_ptr + prefix_row * EDGES + middle, mask=search, other=0)
             below = tl.where(search & (place <= at), middle, below)
             above = tl.where(search & (place > at), middle, above)
             size //= 2
@@ -164,9 +164,9 @@ def _at(x, index, i):
 
 @triton.jit
 def _before(some):
-    """Of each node (NODES, NODE) the sum over those before it."""
-    of_node = tl.sum(some, 1)
-    return tl.cumsum(of_node, 0) - of_node
+    """The sum over all nodes before each one; `some` is (NODES, NODE)."""
+    node_sums = tl.sum(some, 1)
+    return tl.cumsum(node_sums, 0) - node_sums
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def find_starts(
     u_ptr, scores_ptr, place_ptr, counts_ptr, sums_ptr, begin_ptr, entering_ptr, starts_ptr, sum_ptr, N, least, nodes,
     k, ONE: tl.constexpr, CHUNK: tl.constexpr, NODE: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Of each node of chunk program 0 the last point at which a walk may begin: where more than k is kept.
+    """Find the last point at which the walk of each node of chunk program 0 may begin: one that keeps more than k.
 
     Args:
         u_ptr, place_ptr: (rows, N) float32 and int32, of `prefixes`.
@@ -188,10 +188,10 @@ def find_starts(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1)
     prefix, length = prefix_of(chunk * CHUNK, least, N)
-    of_prefix = prefix * rows + row
-    begin = tl.load(begin_ptr + of_prefix)
-    scores_ptr += of_prefix * N
-    entering_ptr += of_prefix * EDGES
+    prefix_row = prefix * rows + row
+    begin = tl.load(begin_ptr + prefix_row)
+    scores_ptr += prefix_row * N
+    entering_ptr += prefix_row * EDGES
     edge = tl.arange(0, EDGES)
     place = edge_places(edge, begin, length, EDGES)
     x = tl.load(scores_ptr + place, mask=place < length, other=0.0)
@@ -218,7 +218,7 @@ def find_starts(
     there, each, zeros = node < nodes, rows * nodes, tl.zeros_like(node)
     starts_ptr += row * nodes + node
     tl.store(starts_ptr + 3 * each, total, mask=there)
-    # What is right at a point is overwritten by what is right at a later one, by the same threads.
+    # A later point that is right overwrites an earlier one, by the same threads.
     e, behind = first, EDGES
     while e < behind:
         low = edge_places(e, begin, length, EDGES)

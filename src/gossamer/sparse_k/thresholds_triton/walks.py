@@ -14,7 +14,7 @@ from gossamer.sparse_k.thresholds_triton.starts import steps_of
 
 @triton.jit
 def _prefixes_of(node, NODE: tl.constexpr, least, N):
-    """Of each lane the prefix and its length."""
+    """(prefix, length) of each lane's node."""
     start = node * NODE
     prefix = tl.zeros_like(node)
     length = tl.zeros_like(node) + least

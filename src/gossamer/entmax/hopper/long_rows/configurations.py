@@ -67,7 +67,7 @@ class LongRowsConfig:
 
 
 def long_rows_config(dtype: str, D: int, E: int, same: float, bounds: Bounds, requested: bool = True) -> LongRowsConfig:
-    """That of a call, of heads of up to 128."""
+    """The configuration for a call with heads of up to 128."""
     size = padded(D), padded(E)
     if max(size) == 64:
         return LongRowsConfig(dtype, *size, same, bounds, requested=requested)
@@ -108,7 +108,7 @@ class LongRowsColumnsConfig:
 
 
 def long_rows_columns_config(dtype: str, D: int, E: int, same: float, bounds: Bounds) -> LongRowsColumnsConfig:
-    """That of a call, of heads of up to 128."""
+    """The configuration for a call with heads of up to 128."""
     size = padded(D), padded(E)
     if max(size) == 64:
         return LongRowsColumnsConfig(dtype, *size, same, bounds)

@@ -133,7 +133,7 @@ class ColumnLists:
 
     @cute.jit
     def load(self, list_keys, list_counts, row, last, lane, loaded):
-        """How many keys a row has, none past the last; these, of each lane one in WARP."""
+        """Read the keys of a row, one of WARP by each lane, and return their number; 0 past the last row."""
         count = Int32(0)
         if row < last:
             count = list_counts[row]
