@@ -178,9 +178,9 @@ if sys.argv[1] == "again":
 of = ("sum", "sum_slopes"), ("sum_slopes",), ("force", "force_slopes"), ("sum",), ("sum_slopes",)
 for (function, numbers), terms in zip(OWN, of, strict=True):
     for term in terms:
-        call = call_of(term, gp.RadialKernel(function, *numbers), 0.2, (1.0, None, None))
-        assert compiled.radial.object(call.config)
-        assert call_of(term, gp.RadialKernel(function, *(2 * n for n in numbers)), 0.2, (1.0,)).config == call.config
+        config, _ = call_of(term, gp.RadialKernel(function, *numbers), 0.2, (1.0, None, None))
+        assert compiled.radial.object(config)
+        assert call_of(term, gp.RadialKernel(function, *(2 * n for n in numbers)), 0.2, (1.0,))[0] == config
 """
 
 

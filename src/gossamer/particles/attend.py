@@ -1,7 +1,7 @@
 """Rows of neighbour attention and of its gradients: of c particles, each with a list of M others.
 
-By the functions of jax.numpy or torch, `xp`. Lists are symmetric, so what a particle is the key of is found in its own
-list: gradients are sums over it, in its order, and nothing is added to from several sides.
+`xp` is jax.numpy or torch. Lists are symmetric: the queries whose lists have a particle are in its own
+list. So gradients are sums over that list, in its order, and no number is added to from several sides.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from gossamer.particles.geometry import Sizes, nearest, squares, times
 
 
 class Attending(NamedTuple):
-    """What is known of a call beside its arrays; lengths are in the unit of the cells."""
+    """The numbers of a call; lengths are in the unit of the cells."""
 
     scale: float | None  # of q k^T; None: no such term
     bandwidth: float | None  # of the Gaussian of the distance; None: no such term
     box: Sizes
-    pull: float = 0.0  # what sums of dS times steps are multiplied by in the gradients of positions
+    pull: float = 0.0  # the factor of sums of dS times steps in the gradients of positions
 
 
 class Features(NamedTuple):
-    """Of particles: one row each, or M for each of c particles before the others."""
+    """The features of c particles, a row each, or of the M neighbours of each."""
 
     x: list[Any]  # one array an axis: (c,) or (c, M)
     q: Any  # (..., H, D)
@@ -29,41 +29,41 @@ class Features(NamedTuple):
     v: Any  # (..., H, E)
 
 
-class Kept(NamedTuple):
-    """What the gradients need beside features."""
+class RowTerms(NamedTuple):
+    """The terms of rows that gradients need beside features."""
 
     lse: Any  # (..., H)
     delta: Any  # (..., H): rowsum(dout * out) - dlse
     dout: Any  # (..., H, E)
 
 
-class Rows(NamedTuple):
+class NeighborRows(NamedTuple):
     out: Any  # (c, H, E)
     lse: Any  # (c, H)
 
 
-class Gradients(NamedTuple):
+class NeighborGradients(NamedTuple):
     q: Any
     k: Any
     v: Any
     x: Any  # (c, d)
 
 
-def rows(call: Attending, mine: Features, theirs: Features, keep: Any, xp: Any) -> Rows:
-    """Attention of rows that keep at least one of their list, (c, M)."""
+def rows(call: Attending, mine: Features, theirs: Features, keep: Any, xp: Any) -> NeighborRows:
+    """Attention of rows that keep at least one entry of their list, (c, M)."""
     S = _scores(call, mine.q, theirs.k, _squares(call, mine, theirs, xp), "chd,cmhd->chm", xp)
     S = xp.where(keep[:, None], S, -float("inf"))
     m = xp.amax(S, -1)
     P = xp.exp(S - m[..., None])
     total = P.sum(-1)
     out = xp.einsum("chm,cmhe->che", P, theirs.v) / total[..., None]
-    return Rows(out, m + xp.log(total))
+    return NeighborRows(out, m + xp.log(total))
 
 
 def row_gradients(
-    call: Attending, mine: Features, theirs: Features, my: Kept, their: Kept, keep: Any, xp: Any
-) -> Gradients:
-    """The gradients of particles, as queries (i j) and as keys (j i) of those in their lists."""
+    call: Attending, mine: Features, theirs: Features, my: RowTerms, their: RowTerms, keep: Any, xp: Any
+) -> NeighborGradients:
+    """The gradients of particles as queries (i j) and as keys (j i) of those in their lists."""
     s, keep = _squares(call, mine, theirs, xp), keep[:, None]
     S, Sk = (
         _scores(call, mine.q, theirs.k, s, "chd,cmhd->chm", xp),
@@ -78,10 +78,10 @@ def row_gradients(
     dk = scale * xp.einsum("chm,cmhd->chd", dSk, theirs.q)
     dv = xp.einsum("chm,cmhe->che", Pk, their.dout)
     if call.bandwidth is None:  # positions are in no term: 0 even where a list is cut and all else is not a number
-        return Gradients(dq, dk, dv, xp.zeros_like(xp.stack(mine.x, -1)))
+        return NeighborGradients(dq, dk, dv, xp.zeros_like(xp.stack(mine.x, -1)))
     both = (dS + dSk).sum(1)
     dx = times(xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1), call.pull)
-    return Gradients(dq, dk, dv, dx)
+    return NeighborGradients(dq, dk, dv, dx)
 
 
 def _steps(call: Attending, mine: Features, theirs: Features, xp: Any) -> list[Any]:

@@ -13,7 +13,15 @@ from jax.custom_batching import sequential_vmap
 
 from gossamer.jax.compat import as_varying_as, varying_with
 from gossamer.particles import listed_jax
-from gossamer.particles.attend import Attending, Features, Gradients, Kept, Rows, row_gradients, rows
+from gossamer.particles.attend import (
+    Attending,
+    Features,
+    NeighborGradients,
+    NeighborRows,
+    RowTerms,
+    row_gradients,
+    rows,
+)
 from gossamer.particles.groups import differentiates
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_jax import once
@@ -23,22 +31,22 @@ NUMBERS = 2**21  # of the features of a chunk
 jax.tree_util.register_dataclass(Neighbors, data_fields=["cells", "places", "sizes", "groups"], meta_fields=[])
 
 
-def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
+def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> NeighborRows:
     x, runs = neighbors.cells.x, neighbors.cells.runs
     dtype = runs.points.dtype
     fused = listed_jax.attends(neighbors.groups, call, q, v)
     given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
-        return Rows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
+        return NeighborRows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
     made = _attend(call, fused, *given, neighbors)
     return made._replace(out=made.out.astype(v.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Rows:
-    """With `fused` a kernel computes it on a GPU. Arrays are by particles."""
-    found, _ = _forward(call, fused, x, q, k, v, neighbors)
-    return found
+def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> NeighborRows:
+    """Rows by particles; with `fused` a kernel computes them on a GPU."""
+    rows, _ = _forward(call, fused, x, q, k, v, neighbors)
+    return rows
 
 
 def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
@@ -58,80 +66,84 @@ def _back(neighbors: Neighbors) -> Array:
 
 
 def _whole(x: Array, neighbors: Neighbors, back: Array) -> Array:
-    """What is by places, by particles: of lists that are not cut. The rest is not a number."""
+    """x (by places) in the order of particles, NaN where a list is cut."""
     return jnp.where(neighbors.cut[back].reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x[back])
 
 
-def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
+def _forward_fused(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> NeighborRows:
     assert neighbors.groups is not None
     if v.dtype != jnp.float32:
-        return Rows(*listed_jax.forward(call, neighbors.groups, q, k, v))
+        return NeighborRows(*listed_jax.forward(call, neighbors.groups, q, k, v))
     out, lse = listed_jax.forward(call, neighbors.groups, q[neighbors.cells.runs.order], k, v)
     back = _back(neighbors)
-    return Rows(_whole(out, neighbors, back), _whole(lse, neighbors, back))
+    return NeighborRows(_whole(out, neighbors, back), _whole(lse, neighbors, back))
 
 
-def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> Rows:
+def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> NeighborRows:
     places = neighbors.padded
     N, M = places.shape
     features = _features(neighbors, q, k, v)
 
-    def chunk(at: Array) -> Rows:
+    def chunk(at: Array) -> NeighborRows:
         lists = places[at]
         return rows(call, _take(features, at), _take(features, jnp.minimum(lists, N - 1)), lists < N, jnp)
 
-    made = Rows(*_in_chunks(chunk, N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8)))
+    made = NeighborRows(*_in_chunks(chunk, N, M * (q.shape[1] * (q.shape[2] + v.shape[2]) + 8)))
     back = _back(neighbors)
-    return Rows(_whole(made.out.astype(v.dtype), neighbors, back), _whole(made.lse, neighbors, back))
+    return NeighborRows(_whole(made.out.astype(v.dtype), neighbors, back), _whole(made.lse, neighbors, back))
 
 
-def _backward(call: Attending, fused: bool, kept: Any, given: Rows) -> Any:
+def _backward(call: Attending, fused: bool, kept: Any, given: NeighborRows) -> Any:
     x, *kept = kept
     blocked, arrays = partial(_backward_blocked, call), (*kept, given)
     if fused and differentiates(str(given.out.dtype)):
         kernels = sequential_vmap(partial(_backward_fused, call))
-        found = lax.platform_dependent(*arrays, cuda=_like(kernels), default=_like(blocked))
+        gradients = lax.platform_dependent(*arrays, cuda=_like(kernels), default=_like(blocked))
     else:
-        found = blocked(*arrays)
+        gradients = blocked(*arrays)
     q, k, v, *_ = kept
-    found = once(found, (x, q, k, v, given))
-    return *(as_varying_as(dx, x) for dx, x in ((found.x, x), (found.q, q), (found.k, k), (found.v, v))), None
+    gradients = once(gradients, (x, q, k, v, given))
+    return *(
+        as_varying_as(dx, x) for dx, x in ((gradients.x, x), (gradients.q, q), (gradients.k, k), (gradients.v, v))
+    ), None
 
 
 def _like(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of which all results differ over the axes of a `shard_map` over which any argument does."""
+    """The function with results that vary over all axes of a `shard_map` over which any argument does."""
     return lambda *given: varying_with(function(*given), given)
 
 
-def _backward_fused(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
-                    ) -> Gradients:  # fmt: skip
+def _backward_fused(
+    call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: NeighborRows, given: NeighborRows
+) -> NeighborGradients:
     assert neighbors.groups is not None
     _, d = neighbors.cells.x.shape
     arrays = {"dout": given.out, "dlse": given.lse, "q": q, "k": k, "v": v, "out": made.out, "lse": made.lse}
-    return Gradients(*listed_jax.backward(call, neighbors.groups, d, **arrays))
+    return NeighborGradients(*listed_jax.backward(call, neighbors.groups, d, **arrays))
 
 
-def _backward_blocked(call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: Rows, given: Rows
-                      ) -> Gradients:  # fmt: skip
+def _backward_blocked(
+    call: Attending, q: Array, k: Array, v: Array, neighbors: Neighbors, made: NeighborRows, given: NeighborRows
+) -> NeighborGradients:
     places, order = neighbors.padded, neighbors.cells.runs.order
     N, M = places.shape
     features = _features(neighbors, q, k, v)
     made, given = (jax.tree.map(lambda one: one[order], rows) for rows in (made, given))
     dout = given.out.astype(made.lse.dtype)
-    mine = Kept(made.lse, (dout * made.out).sum(-1) - given.lse, dout)
+    mine = RowTerms(made.lse, (dout * made.out).sum(-1) - given.lse, dout)
 
-    def chunk(at: Array) -> Gradients:
+    def chunk(at: Array) -> NeighborGradients:
         lists = places[at]
         others, keep = jnp.minimum(lists, N - 1), lists < N
         of = jax.tree.map(lambda one: one[at], mine), jax.tree.map(lambda one: one[others], mine)
         return row_gradients(call, _take(features, at), _take(features, others), *of, keep, jnp)
 
     *_, H, E = features.v.shape
-    found: Gradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
+    by_place: NeighborGradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
     back = _back(neighbors)
-    dq, dk, dv, dx = (_whole(one, neighbors, back) for one in found)
+    dq, dk, dv, dx = (_whole(one, neighbors, back) for one in by_place)
     dx = dx if call.bandwidth else jnp.zeros_like(dx)
-    return Gradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dx)
+    return NeighborGradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dx)
 
 
 _attend.defvjp(_forward, _backward)
@@ -145,14 +157,14 @@ def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:
 
 
 def _take(features: Features, at: Array) -> Features:
-    found: Features = jax.tree.map(lambda one: one[at], features)
-    return found
+    taken: Features = jax.tree.map(lambda one: one[at], features)
+    return taken
 
 
 def _in_chunks(chunk: Any, N: int, numbers: int) -> Any:
-    """What a function of places gives for all of them, some at a time."""
+    """The results of a function of places, computed for a bounded number of places at a time."""
     each = min(N, max(1, NUMBERS // numbers))
     steps = -(-N // each)
     with jax.default_matmul_precision("highest"):
-        found = lax.map(chunk, (jnp.arange(steps * each) % N).reshape(steps, each))
-    return jax.tree.map(lambda one: one.reshape(steps * each, *one.shape[2:])[:N], found)
+        chunks = lax.map(chunk, (jnp.arange(steps * each) % N).reshape(steps, each))
+    return jax.tree.map(lambda one: one.reshape(steps * each, *one.shape[2:])[:N], chunks)

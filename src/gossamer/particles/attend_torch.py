@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.particles import listed_torch
-from gossamer.particles.attend import Attending, Features, Kept, Rows, row_gradients, rows
+from gossamer.particles.attend import Attending, Features, NeighborRows, RowTerms, row_gradients, rows
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
 from gossamer.torch.api import attention
@@ -18,37 +18,37 @@ from gossamer.torch.transforms import refuse_transforms
 NUMBERS = 2**21  # of the features of a chunk
 
 
-def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
+def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> NeighborRows:
     x, runs = neighbors.cells.x, neighbors.cells.runs
     dtype = runs.points.dtype
     refuse_transforms("neighbor_attention", x, q, k, v)
     if not len(x):  # inputs without elements have gradients without any
         none = x.sum().to(dtype) + sum(one.sum(-1).to(dtype) for one in (q, k, v))
-        return Rows(v + none[..., None].to(v.dtype), none)
+        return NeighborRows(v + none[..., None].to(v.dtype), none)
     fused = listed_torch.attends(neighbors.groups, call, q, v)
     kernels = v.is_cuda and call.bandwidth is None and dtype == torch.float32 and v.dtype != torch.float64
     if kernels and not fused:
         order, back = _moves(neighbors)
-        found = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
-        return Rows(*_Apart.apply(x, found.out[back].to(v.dtype), found.lse[back]))
+        products = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
+        return NeighborRows(*_Apart.apply(x, products.out[back].to(v.dtype), products.lse[back]))
     features = (one if fused else one.to(dtype) for one in (q, k, v))
     out, lse = (_Attend if fused else _AttendBlocked).apply(call, neighbors, x.to(dtype), *features)
-    return Rows(out.to(v.dtype), lse)
+    return NeighborRows(out.to(v.dtype), lse)
 
 
 def _moves(neighbors: Neighbors) -> tuple[Tensor, Tensor]:
-    """What moves arrays to places along the curve, and back."""
+    """(order, back): the indices that move arrays to places along the curve, and back."""
     order = neighbors.cells.runs.order.long()
     return order, torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _whole(x: Tensor, cut: Tensor) -> Tensor:
-    """What is of lists that are not cut; the rest is not a number."""
+    """x, NaN where a list is cut."""
     return x.masked_fill(cut.reshape(-1, *[1] * (x.ndim - 1)), float("nan"))
 
 
-def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-    """By a gathering kernel: rows of 64 places along the curve share most of their neighbours."""
+def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> NeighborRows:
+    """Rows by a gathering kernel: 64 places along the curve share most of their neighbours."""
     places, cut = neighbors.padded, neighbors.cut
     N, M = places.shape
     lists = Indices(places[None, None], neighbors.sizes.clamp(max=M)[None, None])
@@ -58,13 +58,13 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
     out, lse = attention(q, k, v, lists, scale=call.scale, return_lse=True)
     # A product, so that gradients of what is cut are no numbers either.
     whole = torch.where(cut, float("nan"), 1.0)
-    return Rows(
+    return NeighborRows(
         out[0].transpose(0, 1) * whole[:, None, None].to(out.dtype), lse[0].transpose(0, 1) * whole[:, None]
     )  # fmt: skip
 
 
 class _Apart(torch.autograd.Function):
-    """out and lse as they are; the gradient of x, which no score reads, is 0."""
+    """out and lse unchanged; the gradient of x, which no score reads, is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class _Apart(torch.autograd.Function):
 
 
 class _Unsure(torch.autograd.Function):
-    """Keys (1, H, N, D) as they are, whose gradients are no numbers where `unsure` (N,)."""
+    """Keys (1, H, N, D) unchanged, with gradients of NaN where `unsure` (N,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unsure: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _Unsure(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """Of arrays by particles: by kernels, which find them by lists."""
+    """Attention of arrays by particles, by kernels that gather them by lists."""
 
     @staticmethod
     def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -111,7 +111,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _AttendBlocked(torch.autograd.Function):
-    """The same in chunks of particles, along the curve, to which arrays are moved."""
+    """Attention in chunks of particles along the curve, to whose order arrays are moved."""
 
     @staticmethod
     def forward(ctx: Any, call: Attending, neighbors: Neighbors, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -127,7 +127,7 @@ class _AttendBlocked(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         _, q, k, v, out, lse, order, back, cut = ctx.saved_tensors
         q, k, v, dout, dlse = (one[order] for one in (q, k, v, dout, dlse))
-        kept = Kept(lse, (dout * out).sum(-1) - dlse, dout)
+        kept = RowTerms(lse, (dout * out).sum(-1) - dlse, dout)
         dq, dk, dv, dx = (
             _whole(one[back], cut[back]) for one in _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
         )
@@ -147,7 +147,7 @@ def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Ten
     return out, lse
 
 
-def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor, kept: Kept
+def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor, kept: RowTerms
                        ) -> list[Tensor]:  # fmt: skip
     """dq, dk, dv and dx, likewise."""
     places = neighbors.padded.long()
@@ -156,7 +156,7 @@ def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tens
     for at in _chunks(N, 2 * M * q.shape[1] * (q.shape[2] + v.shape[2] + 4), places.device):
         lists = places[at]
         others = lists.clamp(max=N - 1)
-        mine, theirs = (Kept(*(one[which] for one in kept)) for which in (at, others))
+        mine, theirs = (RowTerms(*(one[which] for one in kept)) for which in (at, others))
         given = _take(features, at), _take(features, others)
         made.append(row_gradients(call, *given, mine, theirs, lists < N, torch))
     dq, dk, dv, dx = (torch.cat(parts) for parts in zip(*made, strict=True))
@@ -164,7 +164,7 @@ def _blocked_gradients(call: Attending, neighbors: Neighbors, q: Tensor, k: Tens
 
 
 def _features(neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> Features:
-    """In the type of the arithmetic."""
+    """The features in the type of the arithmetic."""
     points = neighbors.cells.runs.points
     x = list(points.reshape(len(points), -1)[:, : len(v)])
     return Features(x, *(one.to(points.dtype) for one in (q, k, v)))

@@ -23,7 +23,7 @@ PIECE = 8  # runs of candidates of a step
 
 
 class Reach(NamedTuple):
-    """What is known of a sum beside its arrays, in the unit of the cells."""
+    """The radius and the box of a sum, in the unit of the cells."""
 
     radius: float
     box: Sizes
@@ -36,14 +36,14 @@ def reach_of(cells: Cells) -> Reach:
 def walk(
     reach: Reach, runs: Runs, start: Callable[[int], Any], visit: Callable[[Any, Seen], Any], *read: Array
 ) -> Any:  # fmt: skip
-    """What visiting all pairs makes of a start, by the places of queries along the curve: (N, ...).
+    """Fold `visit` over all pairs within the radius, from `start`; (N, ...) by the places of queries along the curve.
 
     Queries are taken run by run; for each, the boxes of all runs are compared, and those that are near enough are
     visited one after the other, however many there are.
 
     Args:
-        start: of c runs of queries, arrays (c, 32, ...).
-        visit: such arrays with the pairs of a step.
+        start: the state of c runs of queries, arrays (c, 32, ...).
+        visit: the state after the pairs of a step.
         read: the other arrays that `visit` reads: in `shard_map` results differ where these do.
     """
     N, T = len(runs.order), runs.low.shape[1]
@@ -66,10 +66,10 @@ def walk(
             at = jax.vmap(partial(jnp.searchsorted, v=want + 1))(rank).astype(jnp.int32)
             place = (at[:, :, None] * RUN + jnp.arange(RUN, dtype=jnp.int32)).reshape(each, -1)
             there = place[:, None] < N  # past the last run where there are no more
-            found = runs.points[:, jnp.minimum(at, T - 1)].reshape(-1, each, 1, PIECE * RUN)
+            points = runs.points[:, jnp.minimum(at, T - 1)].reshape(-1, each, 1, PIECE * RUN)
             parts = [
                 nearest(theirs, mine[:, :, None], size, jnp)
-                for theirs, mine, size in zip(list(found), list(here), reach.box, strict=True)
+                for theirs, mine, size in zip(list(points), list(here), reach.box, strict=True)
             ]
             s = squares(parts)
             return p + 1, visit(before, Seen(parts, s, (s <= limit) & there, item, place))
@@ -78,16 +78,16 @@ def walk(
         _, after = lax.while_loop(lambda state: state[0] * PIECE < count.max(), piece, (0, before))
         return after
 
-    found = lax.map(step, items)
-    return jax.tree.map(lambda x: x.reshape(steps * each * RUN, *x.shape[3:])[:N], found)
+    visited = lax.map(step, items)
+    return jax.tree.map(lambda x: x.reshape(steps * each * RUN, *x.shape[3:])[:N], visited)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
-    """What the terms of all pairs within the radius add up to, (N, outputs).
+    """The sums of the terms of all pairs within the radius, (N, outputs).
 
     Args:
-        rows, columns: (N, A) and (N, B), what queries and candidates bring.
+        rows, columns: (N, A) and (N, B), the numbers of queries and candidates.
     """
     term: terms.Term = make(law)
     N, dtype = len(runs.order), runs.points.dtype
@@ -104,11 +104,11 @@ def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, column
         theirs = b[jnp.minimum(seen.place, len(b) - 1)]
         return total + term(seen.steps, seen.s, seen.keep, a[seen.item], theirs, jnp)
 
-    found = walk(reach, runs, lambda c: jnp.zeros((c, RUN, outputs), dtype), visit, rows, columns)
-    return jnp.zeros_like(found).at[runs.order].set(found, unique_indices=True)
+    by_place = walk(reach, runs, lambda c: jnp.zeros((c, RUN, outputs), dtype), visit, rows, columns)
+    return jnp.zeros_like(by_place).at[runs.order].set(by_place, unique_indices=True)
 
 
-class Lists(NamedTuple):
+class PlaceLists(NamedTuple):
     """The neighbours of each particle, by places along the curve."""
 
     places: Array  # (N, M) int32, ascending within what a step looks at; N past the last one
@@ -116,25 +116,25 @@ class Lists(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 2))
-def lists_of(reach: Reach, runs: Runs, M: int) -> Lists:
+def lists_of(reach: Reach, runs: Runs, M: int) -> PlaceLists:
     N = len(runs.order)
     if not N:
-        none: Lists = varying_with(Lists(jnp.zeros((0, M), jnp.int32), jnp.zeros(0, jnp.int32)), runs)
+        none: PlaceLists = varying_with(PlaceLists(jnp.zeros((0, M), jnp.int32), jnp.zeros(0, jnp.int32)), runs)
         return none
 
-    def start(c: int) -> Lists:
-        return Lists(jnp.full((c, RUN, M), N, jnp.int32), jnp.zeros((c, RUN), jnp.int32))
+    def start(c: int) -> PlaceLists:
+        return PlaceLists(jnp.full((c, RUN, M), N, jnp.int32), jnp.zeros((c, RUN), jnp.int32))
 
-    def visit(lists: Lists, seen: Seen) -> Lists:
+    def visit(lists: PlaceLists, seen: Seen) -> PlaceLists:
         c, _, K = seen.keep.shape
         rank = lists.counts[..., None] + seen.keep.cumsum(-1, dtype=jnp.int32)
         to = jnp.where(seen.keep, rank - 1, M)
         item, query = jnp.arange(c)[:, None, None], jnp.arange(RUN)[:, None]
         place = jnp.broadcast_to(seen.place[:, None], (c, RUN, K))
-        return Lists(lists.places.at[item, query, to].set(place, mode="drop"), rank[..., -1])
+        return PlaceLists(lists.places.at[item, query, to].set(place, mode="drop"), rank[..., -1])
 
-    found: Lists = walk(reach, runs, start, visit)
-    return found
+    lists: PlaceLists = walk(reach, runs, start, visit)
+    return lists
 
 
 def groups_of(reach: Reach, runs: Runs, M: int, room: int) -> tuple[Array, Array, Groups]:

@@ -1,6 +1,6 @@
-"""How a kernel of sums is called: its configuration, its numbers, and the columns that particles bring.
+"""The call of a kernel of sums: its configuration, its numbers, and the columns that particles bring.
 
-The order of the arguments is that of `Radial` (`radial/device/kernel.py`): particles, three levels of boxes, order;
+The order of the arguments is that of `RadialSums` (`radial/device/kernel.py`): particles, three levels of boxes, order;
 the result; the sizes of the box, the squared radius, and eleven numbers of the law, whose lengths are in the unit of
 the cells as those before are. The last is the unit in which a function that a user wrote gets them.
 """
@@ -8,7 +8,7 @@ the cells as those before are. The last is the unit in which a function that a u
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from gossamer.particles.geometry import Sizes
 from gossamer.particles.kernels.radial.configurations import LEAST, NUMBERS, OPEN, QUERIES, Own, RadialConfig
@@ -16,18 +16,13 @@ from gossamer.particles.kernels.radial.functions import digest
 from gossamer.particles.kernels.radial.gravity import coefficients_of
 from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 
-CHANNELS = {"sum": 4, "sum_slopes": 2}  # the most of a call: more are several calls
+CHANNELS = {"sum": 4, "sum_slopes": 2}  # the most channels of a call; more take several calls
 
 
-class Call(NamedTuple):
-    """One kernel, and its numbers in order."""
-
-    config: RadialConfig
-    numbers: tuple[float, ...]
-
-
-def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1, values: bool = True) -> Call:
-    """The call of a term ("sum", "sum_slopes", "force", "force_slopes", "count"): see `RadialConfig`."""
+def call_of(
+    term: str, law: Any, radius: float, box: Sizes, channels: int = 1, values: bool = True
+) -> tuple[RadialConfig, tuple[float, ...]]:
+    """(configuration, numbers in order) of the kernel of a term, such as "sum": see `RadialConfig`."""
     softened = isinstance(law, ShortRangeGravity) and law.softening**2 >= LEAST
     own = None
     if isinstance(law, RadialKernel):
@@ -35,14 +30,14 @@ def call_of(term: str, law: Any, radius: float, box: Sizes, channels: int = 1, v
     queries = 2 * QUERIES if term == "sum" and channels == 1 and own is None else QUERIES
     config = RadialConfig(term, channels, any(size is not None for size in box), softened, queries, values, own)
     sizes = [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
-    of_law: list[float] = []
+    law_numbers: list[float] = []
     length = 1.0
     if isinstance(law, Gaussian):
-        of_law = [-math.log2(math.e) / 2 / law.h / law.h, 1 / law.h / law.h]
+        law_numbers = [-math.log2(math.e) / 2 / law.h / law.h, 1 / law.h / law.h]
     elif isinstance(law, RadialKernel):
-        of_law, length = list(law.numbers), law.length
+        law_numbers, length = list(law.numbers), law.length
     elif isinstance(law, ShortRangeGravity):
         gaussian = [-math.log2(math.e) / (4 * law.split**2), -math.log2(2 * math.sqrt(math.pi) * law.split**3)]
-        of_law = [law.softening**2, *coefficients_of(law.split), *gaussian]
-    numbers = [*sizes, radius * radius, *of_law, *[0.0] * (NUMBERS - 1 - len(of_law)), length]
-    return Call(config, tuple(numbers))
+        law_numbers = [law.softening**2, *coefficients_of(law.split), *gaussian]
+    numbers = [*sizes, radius * radius, *law_numbers, *[0.0] * (NUMBERS - 1 - len(law_numbers)), length]
+    return config, tuple(numbers)

@@ -12,8 +12,8 @@ from gossamer.particles.edges import edge_of
 from gossamer.particles.geometry import BITS, EXPONENT, Sizes, times, unit_of
 from gossamer.particles.laws import positive
 
-FAR_SMALLER = 2.0**16  # so many times
-LARGEST = 2.0**120  # size of a box that is periodic, in radii: float32 has its multiples
+FAR_SMALLER = 2.0**16  # a radius is far smaller by this factor
+LARGEST = 2.0**120  # the largest periodic box, in radii: float32 holds its multiples
 
 
 class Runs(NamedTuple):
@@ -28,7 +28,7 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Where particles are, for all sums over neighbours within a radius: made by `Cells.build`.
+    """The positions of particles, sorted for sums over neighbours within a radius: made by `Cells.build`.
 
     A cell is a run of 32 particles along Hilbert's curve with the box around them. There are N / 32 of them however
     particles are distributed, so nothing has a capacity and nothing overflows.
@@ -95,7 +95,7 @@ class Cells:
 
     @property
     def unit(self) -> float:
-        """What lengths are multiplied by in `runs`: a power of two."""
+        """The factor of lengths in `runs`: a power of two."""
         return unit_of(self.radius)
 
     @property

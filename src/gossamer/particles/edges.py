@@ -1,4 +1,4 @@
-"""Which framework computes: that of the arrays which are given. Neither is imported before it is used."""
+"""The framework that computes: that of the given arrays. Neither is imported before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of sums on arrays of JAX: targets of XLA's foreign functions, which jax-tvm-ffi makes of them."""
+"""The kernels of sums on arrays of JAX, which jax-tvm-ffi turns into targets of XLA's foreign functions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gossamer.particles.kernels.radial.configurations import FAR, RadialConfig
 @cache
 def available() -> bool:
     """Whether kernels run in this process."""
-    found = chip()
-    return found is not None and not targets.missing() and compiles_for(*divmod(found.sm, 10))
+    device = chip()
+    return device is not None and not targets.missing() and compiles_for(*divmod(device.sm, 10))
 
 
 def serves(runs: Runs) -> bool:
@@ -32,10 +32,10 @@ def serves(runs: Runs) -> bool:
 
 
 def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Array, values: bool) -> Array:
-    """What `in_jax.pair_sums` gives for a term, of what candidates bring (N, B).
+    """The sums of a term by kernels, as `blocked_jax.pair_sums` gives them; `columns` (N, B) are those of candidates.
 
     Args:
-        values: of gradients, whether those to values are asked for; else they are left out.
+        values: whether gradients of values are requested; else they are left out.
     """
     if term == "force_slopes":
         columns = jnp.concatenate([columns[:, -1:], columns[:, :-1]], 1)
@@ -49,9 +49,9 @@ def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Ar
     (d, _, _), positions, others = runs.points.shape, [], []
     for n in range(0, given.shape[1], most):
         part = jnp.concatenate([given[:, n : n + most], g[:, n : n + most]], 1)
-        found = _run(term, law, radius, box, runs, part, part.shape[1] // 2, values)
-        positions.append(found[:, :d])
-        others.append(found[:, d:])
+        slopes = _run(term, law, radius, box, runs, part, part.shape[1] // 2, values)
+        positions.append(slopes[:, :d])
+        others.append(slopes[:, d:])
     return jnp.concatenate([sum(positions[1:], start=positions[0]), *others], 1)
 
 
@@ -77,6 +77,6 @@ def _run(
 
 @cache
 def _target(config: RadialConfig) -> str:
-    """The name that a kernel is registered by."""
+    """The name under which a kernel is registered."""
     _, numbers = call_of("count", None, 1.0, ())
     return targets.registered(f"gossamer.{radial.path(config).stem}", lambda: radial(config), len(numbers))

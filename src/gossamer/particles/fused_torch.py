@@ -30,19 +30,19 @@ def serves(cells: Cells) -> bool:
 
 
 def weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
-    """The term of that name in `particles.terms`; so are those below."""
-    found = [_run("sum", law, cells, cells.reach, part) for part in values.split(CHANNELS["sum"], 1)]
-    return torch.cat(found, 1) if len(found) != 1 else found.pop()
+    """The sums of `particles.terms.weighted`."""
+    sums = [_run("sum", law, cells, cells.reach, part) for part in values.split(CHANNELS["sum"], 1)]
+    return torch.cat(sums, 1) if len(sums) != 1 else sums.pop()
 
 
 def weighted_slopes(cells: Cells, law: Any, g: Tensor, values: Tensor, both: bool = True) -> Tensor:
-    """To positions, and if both are asked for, to values; so of forces."""
+    """The gradients of these sums to positions, and with `both` to values."""
     most, (d, _, _) = CHANNELS["sum_slopes"], cells.runs.points.shape
     parts = zip(values.split(most, 1), g.split(most, 1), strict=True)
-    found = [_run("sum_slopes", law, cells, cells.reach, torch.cat(part, 1), both) for part in parts]
-    if len(found) == 1:
-        return found.pop()
-    return torch.cat([torch.stack([x[:, :d] for x in found]).sum(0), *(x[:, d:] for x in found)], 1)
+    slopes = [_run("sum_slopes", law, cells, cells.reach, torch.cat(part, 1), both) for part in parts]
+    if len(slopes) == 1:
+        return slopes.pop()
+    return torch.cat([torch.stack([x[:, :d] for x in slopes]).sum(0), *(x[:, d:] for x in slopes)], 1)
 
 
 def force(cells: Cells, law: Any, radius: float, mass: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def force_slopes(cells: Cells, law: Any, radius: float, g: Tensor, mass: Tensor,
 
 
 def count(cells: Cells) -> Tensor:
-    """How many particles are within the radius of each, itself included: (N,)."""
+    """(N,): the number of particles within the radius of each, itself included."""
     return _run("count", None, cells, cells.reach, cells.runs.points.new_zeros(cells.num_particles, 0))[:, 0]
 
 

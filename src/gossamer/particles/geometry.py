@@ -1,6 +1,6 @@
-"""Where particles are: the order along Hilbert's curve, the boxes of runs of it, distances to nearest images.
+"""Geometry of particles: the order along Hilbert's curve, the boxes of runs of it, distances to nearest images.
 
-Functions of arrays of numpy, jax.numpy or torch, which `xp` is; positions are lists of one array an axis.
+`xp` is numpy, jax.numpy or torch; positions are lists of one array an axis.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 RUN = 32  # consecutive particles along the curve that share a bounding box: a cell
 WHOLE = 256  # particles are filled up to a multiple of it by the last one
-LEVELS = (8, 32, 32)  # how many particles, or boxes of the level before, a box of each level of the tree is of
-ROUNDING = 1 + 1e-6  # of the half width of a box in the tree, which may not be too small
-BITS = {1: 24, 2: 15, 3: 10}  # of each axis of the curve, by the number of axes: places are whole in float32
-MARGIN = 1 + 1e-5  # of a distance between boxes over the radius: rounding never leaves out a pair
+LEVELS = (8, 32, 32)  # a box of each level of the tree holds so many particles, or boxes of the level before
+ROUNDING = 1 + 1e-6  # factor of the half width of a box in the tree, which must not be too small
+BITS = {1: 24, 2: 15, 3: 10}  # bits of each axis of the curve, by the number of axes: float32 holds all places
+MARGIN = 1 + 1e-5  # margin of the distance between boxes, so that rounding leaves out no pair
 
-EXPONENT = 126  # of two, which float32 has as well as its inverse
+EXPONENT = 126  # the largest power of two that float32 holds with its inverse
 
-Sizes = tuple[float | None, ...]  # of the box, None along an axis that is open
+Sizes = tuple[float | None, ...]  # the sizes of the box, None along open axes
 
 
 class Seen(NamedTuple):
-    """The pairs of c runs of queries with K candidates each, that a step looks at."""
+    """The pairs that a step visits: c runs of queries with K candidates each."""
 
     steps: list[Any]  # the d parts of x_candidate - x_query, (c, 32, K)
     s: Any  # r^2
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
 
 def unit_of(radius: float) -> float:
-    """What lengths are multiplied by, so that the radius is about 1: a power of two, by which nothing is rounded."""
+    """The factor of lengths that makes the radius about 1: a power of two, so that nothing is rounded."""
     _, exponent = math.frexp(radius)
     return 2.0**-exponent
 
@@ -85,7 +85,7 @@ def wrapped(x: list[Any], box: Sizes, xp: Any) -> list[Any]:
 
 
 def on_the_grid(x: list[Any], box: Sizes, bits: int, xp: Any) -> list[Any]:
-    """Where positions (wrapped) are among 2^bits cells along each axis, as whole numbers of their own type.
+    """The cells of wrapped positions among 2^bits along each axis, as whole numbers of their own type.
 
     Cells are cubes: the longest axis has 2^bits of them.
     """
@@ -96,13 +96,13 @@ def on_the_grid(x: list[Any], box: Sizes, bits: int, xp: Any) -> list[Any]:
     longest = extents[0]
     for extent in extents[1:]:
         longest = xp.maximum(longest, extent)
-    # Of equal positions along open axes the extent is 0, and so are all places.
+    # Equal positions along open axes have an extent of 0, and all get cell 0.
     scale = xp.where(longest > 0, 2.0**bits / xp.where(longest > 0, longest, longest + 1), longest)
     return [xp.clip(xp.floor((one - start) * scale), 0, 2**bits - 1) for one, start in zip(x, low, strict=True)]
 
 
 def nearest(x: Any, y: Any, size: float | None, xp: Any) -> Any:
-    """x - y to the nearest image; of wrapped positions. The difference is as exact as that of near numbers is.
+    """x - y to the nearest image of wrapped positions, as exact as a difference of near numbers.
 
     Positions on both sides of the seam are moved next to one another before they are subtracted: the one near the
     box's size loses it without rounding.
@@ -115,7 +115,7 @@ def nearest(x: Any, y: Any, size: float | None, xp: Any) -> Any:
 
 def gaps(low: Sequence[Any], high: Sequence[Any], others_low: Sequence[Any], others_high: Sequence[Any], box: Sizes,
          xp: Any) -> Any:  # fmt: skip
-    """Squares of the distances between boxes, at most: each argument is one array an axis, and they broadcast."""
+    """Lower bounds of the squared distances between boxes: each argument is one array an axis, and they broadcast."""
     total = None
     for a, b, c, d, size in zip(low, high, others_low, others_high, box, strict=True):
         ahead, behind = c - b, a - d  # how far the other begins after this one ends, and before it begins
@@ -129,7 +129,7 @@ def gaps(low: Sequence[Any], high: Sequence[Any], others_low: Sequence[Any], oth
 
 
 def apart(s: Any, xp: Any) -> Any:
-    """Whether particles are at two places: a square under the least normal number is 0."""
+    """Whether two particles are at different places: a square under the least normal number counts as 0."""
     return s >= xp.finfo(s.dtype).tiny
 
 
@@ -153,7 +153,7 @@ def tree_of(points: Any, xp: Any) -> tuple[Any, ...]:
     """
     d, *_ = points.shape
     low = high = points.reshape(d, -1)
-    found = []
+    levels = []
     for size in LEVELS:
         n = -(-low.shape[1] // size)
         if n * size > low.shape[1]:
@@ -164,5 +164,5 @@ def tree_of(points: Any, xp: Any) -> tuple[Any, ...]:
         half = xp.maximum(high - centre, centre - low) * ROUNDING
         none = [low[0] * 0]
         parts = [*list(centre), *none * (4 - d), *list(half), *none * (4 - d)]
-        found.append(xp.stack(parts, 1))
-    return tuple(found)
+        levels.append(xp.stack(parts, 1))
+    return tuple(levels)

@@ -1,6 +1,6 @@
 """Lists that 64 particles share, for kernels that multiply: `Groups`.
 
-What kernels and both frameworks agree on: sizes, items of work, and which calls are computed so.
+Kernels and both frameworks share their sizes, items of work, and the choice of calls.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TYPES = ("float16", "bfloat16")
 
 
 class Groups(NamedTuple):
-    """Of T groups of 64 places along the curve, lists with room for C of the places that any of a group is near.
+    """The lists of T groups of 64 places along the curve, with room for C places that are near any of a group.
 
-    Arrays are those of `particles.kernels.neighbors.device.kernel.Arguments`.
+    Arrays are those of `particles.kernels.neighbors.device.kernel.ListsArguments`.
     """
 
     columns: Any  # (T C,) int32
@@ -53,34 +53,28 @@ class Most(NamedTuple):
     columns: int  # of a group; 0 where there are none
 
 
-class Call(NamedTuple):
-    """One kernel of lists, and its numbers in order."""
-
-    config: ListsConfig
-    numbers: tuple[float, ...]
-
-
-def call_of(radius: float, box: Sizes) -> Call:
-    return Call(ListsConfig(any(size is not None for size in box)), (*open_sizes(box), radius * radius))
+def call_of(radius: float, box: Sizes) -> tuple[ListsConfig, tuple[float, ...]]:
+    """(configuration, numbers in order) of the kernel of lists."""
+    return ListsConfig(any(size is not None for size in box)), (*open_sizes(box), radius * radius)
 
 
 def open_sizes(box: Sizes) -> list[float]:
-    """Of three axes, as kernels take them."""
+    """The sizes of three axes, as kernels take them."""
     return [OPEN if size is None else size for size in (*box, *[None] * (3 - len(box)))]
 
 
 def type_of(name: str) -> str:
-    """Of an array of `Groups` or of items."""
+    """The type of an array of `Groups` or of items."""
     return "float32" if name in ("theirs", "mine") else "int32"
 
 
 def room_of(most: float) -> int:
-    """C for so many columns."""
+    """The C that holds so many columns."""
     return max(1, -(-int(most) // STEP)) * STEP
 
 
 def shapes_of(N: int, capacity: int, room: int) -> dict[str, tuple[int, ...]]:
-    """What the kernel of lists writes, in order: `Groups`, then sizes and places."""
+    """The shapes of the arrays that the kernel of lists writes, in order: `Groups`, then sizes and places."""
     T = -(-N // ROWS)
     return {
         "columns": (T * room,), "bits": (T * room // 32, ROWS), "theirs": (T * room, 4), "mine": (T * ROWS, 4),
@@ -94,8 +88,8 @@ def named(order: Any, cut: Any, over: Any, known: Any, place: Any, xp: Any) -> A
     Args:
         order: (N,) int32: the particles along the curve.
         cut: (N,): which of their lists are; over: (T,): which of the groups' are.
-        known: whether all positions are finite; else nobody knows who is near whom.
-        place: 0 to 64 T - 1, int32.
+        known: whether all positions are finite; else no neighbour is known.
+        place: the places 0 to 64 T - 1, int32.
         xp: jax.numpy or torch.
     """
     (N,) = order.shape
@@ -105,7 +99,7 @@ def named(order: Any, cut: Any, over: Any, known: Any, place: Any, xp: Any) -> A
 
 
 def addressed(N: int, capacity: int, room: int) -> bool:
-    """Whether kernels address all of the lists; those without room are of no use to them."""
+    """Whether kernels can address the lists; they have no use for lists without room."""
     return capacity > 0 and max(N * capacity, -(-N // ROWS) * room * 4) < MOST
 
 
@@ -117,7 +111,7 @@ def attends(call: Attending, dtype: str, D: int, E: int) -> bool:
 
 
 def differentiates(dtype: str) -> bool:
-    """Whether kernels compute the backward of a call whose forward they compute, all by particles."""
+    """Whether kernels compute the backward of a call whose forward they compute."""
     return dtype in TYPES
 
 
@@ -142,7 +136,7 @@ def items_of(groups: Groups, n: Any, xp: Any) -> dict[str, Any]:
 
 
 class Launched(NamedTuple):
-    """One direction, and how its arrays lie."""
+    """The launch of one direction, and the operands that it reads."""
 
     prepared: Prepared
     operands: dict[str, Operand]

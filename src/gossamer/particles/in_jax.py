@@ -39,7 +39,7 @@ def is_real(x: Array) -> bool:
 
 
 def is_learned(scale: Any) -> bool:
-    """Whether it is an array whose number is not known, for `with_number`."""
+    """Whether a scale is an array whose number is not known, for `with_number`."""
     return isinstance(scale, jax.core.Tracer) and not scale.ndim and is_real(scale)
 
 
@@ -54,7 +54,7 @@ def channels(name: str, values: Any, cells: Cells) -> Array:
 
 @partial(jax.jit, static_argnums=1)
 def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
-    """Of positions, and of a box in units of length."""
+    """The runs of positions in a box, both multiplied by `unit`."""
     x = lax.stop_gradient(x).astype(_type(x)) * unit
     N, d = x.shape
     T = -(-N // WHOLE) * (WHOLE // RUN)
@@ -74,7 +74,7 @@ def _type(x: Array) -> Any:
 
 
 def finite(cells: Cells) -> Array:
-    """Whether all positions are: a truth value on the device."""
+    """Whether all positions are finite: a truth value on the device."""
     return jnp.isfinite(cells.runs.points).all()
 
 
@@ -89,21 +89,21 @@ def _known(sure: Array, like: Array) -> Array:
 
 def _at(x: Array, gradient: Array) -> Array:
     """The gradient at positions, which is NaN too where one of them is not finite."""
-    found: Array = as_varying_as(gradient * _known(jnp.isfinite(x).all(), gradient), x)
-    return found
+    masked: Array = as_varying_as(gradient * _known(jnp.isfinite(x).all(), gradient), x)
+    return masked
 
 
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
     x = cells.x.astype(values.dtype) * cells.unit
-    found: Array = _sum(law, reach_of(cells), x, cells.runs, values)
-    return found
+    sums: Array = _sum(law, reach_of(cells), x, cells.runs, values)
+    return sums
 
 
 def radial_force(cells: Cells, mass: Array, law: Any, radius: float, factor: float) -> Array:
     """A factor times the sums; the law and its radius are in the unit of the cells."""
     x, reach = cells.x.astype(mass.dtype) * cells.unit, Reach(radius, cells.sizes)
-    found: Array = _force(law, reach, x, cells.runs, mass, factor)
-    return found
+    force: Array = _force(law, reach, x, cells.runs, mass, factor)
+    return force
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -122,8 +122,8 @@ def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
     if asked.x is None:
         return None, None, as_varying_as(once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g)), values)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    found = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
-    return _at(x, found[:, :d]), None, None if asked.values is None else as_varying_as(found[:, d:], values)
+    gradients = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
+    return _at(x, gradients[:, :d]), None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
@@ -136,16 +136,18 @@ def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array, fac
 
 def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
     x, runs, mass, factor = custom_vjp_primal_tree_values(given)
-    found = _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
-    return found, (x, runs, mass, factor, _asked(given))
+    force = _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
+    return force, (x, runs, mass, factor, _asked(given))
 
 
 def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
     x, runs, mass, factor, asked = kept
     g, d = _materialized(g), len(runs.points)
     both = jnp.concatenate([g, mass[:, None]], 1)
-    found = once(_sums("force_slopes", law, reach, runs, both, both, asked.values is not None) * factor, (x, mass, g))
-    return _at(x, found[:, :d]), None, None if asked.values is None else as_varying_as(found[:, d], mass), None
+    gradients = once(
+        _sums("force_slopes", law, reach, runs, both, both, asked.values is not None) * factor, (x, mass, g)
+    )
+    return _at(x, gradients[:, :d]), None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
@@ -155,7 +157,7 @@ _sum, _force = (jax.jit(one, static_argnums=(0, 1)) for one in (_radial_sum, _ra
 
 
 class Asked(NamedTuple):
-    """Of which gradients are asked for: () or None, so that it is known under jit."""
+    """The requested gradients: () or None each, so that they are known under jit."""
 
     x: tuple[()] | None
     values: tuple[()] | None
@@ -175,19 +177,19 @@ def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: A
     """The sums of a term: by a kernel on a GPU that has one, else in lax. `values` as in `fused_jax.sums`."""
 
     def blocked(runs: Runs, rows: Array, columns: Array) -> Array:
-        found = pair_sums(terms.TERMS[term], law, reach, runs, rows, columns)
-        return found if values else found[:, : len(runs.points)]
+        sums = pair_sums(terms.TERMS[term], law, reach, runs, rows, columns)
+        return sums if values else sums[:, : len(runs.points)]
 
     if not fused_jax.serves(runs):
         return blocked(runs, rows, columns)
 
     def fused(runs: Runs, rows: Array, columns: Array) -> Array:
-        found = fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
-        made: Array = varying_with(found, (runs, rows, columns))
+        sums = fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
+        made: Array = varying_with(sums, (runs, rows, columns))
         return made
 
-    found: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
-    return found
+    sums: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
+    return sums
 
 
 def most_neighbors(cells: Cells) -> Most:
@@ -224,8 +226,8 @@ def _lists_of(reach: Reach, runs: Runs, capacity: int, room: int) -> tuple[Array
     def blocked(runs: Runs) -> Any:
         return varying_with(blocked_jax.groups_of(reach, runs, capacity, room), runs)
 
-    found: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
-    return found
+    lists: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
+    return lists
 
 
 def without_neighbors(cells: Cells) -> Array:
@@ -233,13 +235,13 @@ def without_neighbors(cells: Cells) -> Array:
     return jnp.full((cells.num_particles, 1), cells.num_particles, jnp.int32)
 
 
-def of_places(x: Array, N: int) -> Array:
-    """What groups have, by places."""
+def spread_groups(x: Array, N: int) -> Array:
+    """The numbers of groups, repeated for their places."""
     return jnp.repeat(x, ROWS)[:N]
 
 
 def by_particle(cells: Cells, x: Array) -> Array:
-    """What is by places, by particles."""
+    """x (by places) in the order of particles."""
     return jnp.zeros_like(x).at[cells.runs.order].set(x, unique_indices=True)
 
 

@@ -44,7 +44,7 @@ def is_real(x: Tensor) -> bool:
 
 
 def is_learned(scale: Any) -> bool:
-    """Whether it is a tensor that asks for a gradient or is not on the CPU, for `with_number`."""
+    """Whether a scale is a tensor with a gradient or on another device than the CPU, for `with_number`."""
     return isinstance(scale, Tensor) and not scale.ndim and (scale.requires_grad or not scale.is_cpu)
 
 
@@ -61,7 +61,7 @@ def channels(name: str, values: Any, cells: Cells) -> Tensor:
 
 @torch.no_grad()
 def runs_of(x: Tensor, box: Sizes, unit: float) -> Runs:
-    """Of positions, and of a box in units of length."""
+    """The runs of positions in a box, both multiplied by `unit`."""
     refuse_transforms(NAME, x)
     x = (x if x.dtype == torch.float64 else x.float()) * unit
     N, d = x.shape
@@ -78,29 +78,29 @@ def runs_of(x: Tensor, box: Sizes, unit: float) -> Runs:
 
 
 def finite(cells: Cells) -> Tensor:
-    """Whether all positions are: a truth value on the device."""
+    """Whether all positions are finite: a truth value on the device."""
     return torch.isfinite(cells.runs.points).all()
 
 
 def known(cells: Cells, like: Tensor) -> Tensor:
-    """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
+    """1, or NaN if any position is not finite: then no neighbour is known."""
     return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
 def _at(cells: Cells, gradient: Tensor, factor: float = 1.0) -> Tensor:
-    """A factor times the gradient at positions of one in the cells' unit. It is NaN too where any is not finite."""
+    """The gradient at positions of one in the cells' unit, times a factor; NaN if any position is not finite."""
     return torch.where(finite(cells), times(gradient, factor * cells.unit), float("nan"))
 
 
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
-    found: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
-    return found
+    sums: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
+    return sums
 
 
 def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float, factor: float) -> Tensor:
     """A factor times the sums; the law and its radius are in the unit of the cells."""
-    found: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, factor, cells)
-    return found
+    force: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, factor, cells)
+    return force
 
 
 class _RadialSum(torch.autograd.Function):
@@ -119,11 +119,11 @@ class _RadialSum(torch.autograd.Function):
         if not to_x:
             return None, _weighted(cells, law, g) if to_values else None, None, None
         if fused_torch.serves(cells):
-            found = fused_torch.weighted_slopes(cells, law, g, values, to_values)
+            gradients = fused_torch.weighted_slopes(cells, law, g, values, to_values)
         else:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
-            found = pair_sums(terms.weighted_slopes(law), cells, cells.reach, rows, columns)
-        dx, dv = found.tensor_split([len(cells.runs.points)], 1)
+            gradients = pair_sums(terms.weighted_slopes(law), cells, cells.reach, rows, columns)
+        dx, dv = gradients.tensor_split([len(cells.runs.points)], 1)
         return _at(cells, dx), dv if to_values else None, None, None
 
 
@@ -142,11 +142,11 @@ class _RadialForce(torch.autograd.Function):
         _, mass = ctx.saved_tensors
         _, to_mass, *_ = ctx.needs_input_grad
         if fused_torch.serves(ctx.cells):
-            found = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass, to_mass)
+            gradients = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass, to_mass)
         else:
             both = torch.cat([g, mass[:, None]], 1)
-            found = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
-        dx, dm = found.tensor_split([len(ctx.cells.runs.points)], 1)
+            gradients = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
+        dx, dm = gradients.tensor_split([len(ctx.cells.runs.points)], 1)
         to = times(dm[:, 0], ctx.factor) if to_mass else None
         return _at(ctx.cells, dx, ctx.factor), to, None, None, None, None
 
@@ -158,7 +158,7 @@ def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
 
 
 def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:
-    """All pairs within a radius (in the cells' unit), as `blocked_jax.walk` visits them: for some runs of queries the
+    """The pairs within a radius (in the cells' unit), as `blocked_jax.walk` visits them: for some runs of queries the
     steps, one after the other.
     """
     runs, box, N = cells.runs, cells.sizes, cells.num_particles
@@ -181,8 +181,8 @@ def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:
             run = columns[(firsts[:, None] + want).clamp(max=len(columns) - 1)]  # noqa: B023
             place = run[:, :, None] * RUN + torch.arange(RUN, device=device)
             place = torch.where(there[:, :, None], place, N).reshape(len(run), -1)
-            found = runs.points[:, run].reshape(d, len(run), 1, PIECE * RUN)
-            pairs = zip(found, here, box, strict=True)  # noqa: B023
+            points = runs.points[:, run].reshape(d, len(run), 1, PIECE * RUN)
+            pairs = zip(points, here, box, strict=True)  # noqa: B023
             steps = [nearest(theirs, mine[:, :, None], size, torch) for theirs, mine, size in pairs]
             s = squares(steps)
             return Seen(steps, s, (s <= limit) & (place[:, None] < N), item, place)  # noqa: B023
@@ -191,10 +191,10 @@ def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:
 
 
 def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """What the terms of all pairs within the radius add up to, (N, outputs), as in `blocked_jax`.
+    """The sums of the terms of all pairs within the radius, (N, outputs), as in `blocked_jax`.
 
     Args:
-        rows, columns: (N, A) and (N, B), what queries and candidates bring.
+        rows, columns: (N, A) and (N, B), the numbers of queries and candidates.
     """
     runs, N = cells.runs, cells.num_particles
     d, T = runs.low.shape
@@ -205,11 +205,11 @@ def pair_sums(term: terms.Term, cells: Cells, radius: float, rows: Tensor, colum
     order = runs.order.long()
     a = rows.detach()[order[torch.arange(T * RUN, device=order.device).clamp(max=N - 1)]].reshape(T, RUN, rows.shape[1])
     b = columns.detach()[order]
-    found = []
+    sums = []
     for steps in walk(cells, radius):
         parts = (term(x.steps, x.s, x.keep, a[x.item], b[x.place.clamp(max=N - 1)], torch) for x in steps)
-        found.append(sum(parts))
-    made = torch.cat(found).reshape(T * RUN, -1)[:N]
+        sums.append(sum(parts))
+    made = torch.cat(sums).reshape(T * RUN, -1)[:N]
     return torch.empty_like(made).index_copy_(0, order, made)
 
 
@@ -235,12 +235,12 @@ def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Gr
 
 
 def without_neighbors(cells: Cells) -> Tensor:
-    """Lists of one place, where nobody is."""
+    """Lists of one place, which is empty."""
     return cells.runs.order.new_full((cells.num_particles, 1), cells.num_particles)
 
 
-def of_places(x: Tensor, N: int) -> Tensor:
-    """What groups have, by places."""
+def spread_groups(x: Tensor, N: int) -> Tensor:
+    """The numbers of groups, repeated for their places."""
     return x.repeat_interleave(ROWS)[:N]
 
 
@@ -267,7 +267,7 @@ def _lists_of(cells: Cells, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def by_particle(cells: Cells, x: Tensor) -> Tensor:
-    """What is by places, by particles."""
+    """x (by places) in the order of particles."""
     return torch.empty_like(x).index_copy_(0, cells.runs.order.long(), x)
 
 
@@ -276,5 +276,5 @@ def indices_of(neighbors: Neighbors) -> Tensor:
     N, _ = places.shape
     if not N:
         return places
-    found = torch.where(places < N, order[places.clamp(max=N - 1).long()], -1)
-    return by_particle(neighbors.cells, found)
+    particles = torch.where(places < N, order[places.clamp(max=N - 1).long()], -1)
+    return by_particle(neighbors.cells, particles)

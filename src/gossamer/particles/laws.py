@@ -120,8 +120,8 @@ class ShortRangeGravity:
 
     def of(self, s: Any, xp: Any) -> Any:
         """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
-        found = self.pull(s, xp, slope=False)
-        return found.value * found.inverse
+        pull = self.pull(s, xp, slope=False)
+        return pull.value * pull.inverse
 
     def both(self, s: Any, xp: Any) -> Values:
         """w and its derivative by s."""
@@ -145,7 +145,7 @@ class RadialKernel:
 
     It is one small function for all devices: on a CPU it computes with arrays, and for a GPU it is traced into the
     kernel of the sum (CuTe DSL), which is compiled once and kept under a digest of the function. Gradients to positions
-    need no second function: the derivative is found by the chain rule.
+    need no second function: the derivative follows by the chain rule.
 
     Args:
         function: called as function(s, xp, *numbers): s is r^2 in your own unit of length, `xp` has exp, log, sqrt,
@@ -176,10 +176,10 @@ class RadialKernel:
         self.length = 1.0  # the unit of its own that s is in: see `scaled`
         digest(function)  # raises where there is none
         with np.errstate(all="ignore"):
-            found = self.both(np.array([0.25, 1.0]), np)
-        if any(np.shape(x) != (2,) for x in found):
+            values = self.both(np.array([0.25, 1.0]), np)
+        if any(np.shape(x) != (2,) for x in values):
             raise TypeError(
-                f"function must give one number for each r^2; got the shape {np.shape(found.value)} for (2,)"
+                f"function must give one number for each r^2; got the shape {np.shape(values.value)} for (2,)"
             )
 
     def __repr__(self) -> str:
@@ -209,8 +209,8 @@ class RadialKernel:
 
     def both(self, s: Any, xp: Any) -> Values:
         """The values and their derivatives."""
-        found = result(self.function, s * self.length * self.length, xp, self.numbers, slope=True)
-        return Values(found.value, found.slope * self.length * self.length)
+        both = result(self.function, s * self.length * self.length, xp, self.numbers, slope=True)
+        return Values(both.value, both.slope * self.length * self.length)
 
     def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
         """w and 2 w'."""
@@ -226,17 +226,17 @@ def known(name: str, value: Any) -> float:
     Raises:
         TypeError: it is none, or is traced, or a gradient of it is asked for.
     """
-    found = real(value)
-    if found is None:
+    number = real(value)
+    if number is None:
         raise TypeError(
             f"{name} must be a number that is known before anything is compiled, and has no gradient; got {show(value)}"
         )
-    return found
+    return number
 
 
 def positive(name: str, value: Any) -> float:
     """Such a number that is finite and over 0."""
-    found = known(name, value)
-    if not 0 < found < math.inf:
-        raise ValueError(f"{name} must be positive and finite; got {found}")
-    return found
+    number = known(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {number}")
+    return number

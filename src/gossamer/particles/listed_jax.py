@@ -14,7 +14,7 @@ from gossamer.jax.kernels import bind, targets
 from gossamer.jax.kernels.recipes import chip
 from gossamer.kernels.launch import Direction
 from gossamer.particles import fused_jax
-from gossamer.particles import groups as of_groups
+from gossamer.particles import groups as group_lists
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import Sizes, times
@@ -37,8 +37,8 @@ from gossamer.particles.kernels.radial.configurations import FAR
 
 def serves(runs: Runs) -> bool:
     """Whether kernels list the neighbours of these particles where they are on a GPU."""
-    found = chip()
-    return fused_jax.serves(runs) and found is not None and found.sm == SM
+    device = chip()
+    return fused_jax.serves(runs) and device is not None and device.sm == SM
 
 
 def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups]:
@@ -61,7 +61,7 @@ def lists_of(radius: float, box: Sizes, runs: Runs, capacity: int, room: int) ->
 
 
 def keys_of(columns: Array, runs: Runs) -> Array:
-    """The particles at places. Behind the lists, where nothing is written, any."""
+    """The particles at places; any behind the lists, where nothing is written."""
     return jnp.where(columns < 0, -1, runs.order[jnp.clip(columns, 0, len(runs.order) - 1)])
 
 
@@ -74,15 +74,15 @@ def particles_of(runs: Runs, cut: Array, over: Array) -> Array:
 def attends(groups: Groups | None, call: Attending, q: Array, v: Array) -> bool:
     """Whether kernels compute a call."""
     (*_, D), (*_, E) = q.shape, v.shape
-    return groups is not None and q.dtype == v.dtype and of_groups.attends(call, str(v.dtype), D, E)
+    return groups is not None and q.dtype == v.dtype and group_lists.attends(call, str(v.dtype), D, E)
 
 
 def forward(call: Attending, groups: Groups, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """out (N, H, E) and lse (N, H), by particles; of float32 as q is, by places along the curve."""
     if call.scale is None:  # no products: those of zeros
         q = k = jnp.zeros((*v.shape[:2], SMALLEST), v.dtype)
-    found = _run("forward", call, groups, {"q": q, "k": k, "v": v})
-    return found["out"].reshape(v.shape), found["lse"].reshape(v.shape[:2])
+    results = _run("forward", call, groups, {"q": q, "k": k, "v": v})
+    return results["out"].reshape(v.shape), results["lse"].reshape(v.shape[:2])
 
 
 def backward(call: Attending, groups: Groups, d: int, **given: Array) -> tuple[Array, Array, Array, Array]:
@@ -91,14 +91,14 @@ def backward(call: Attending, groups: Groups, d: int, **given: Array) -> tuple[A
     N, H, _ = v.shape
     if call.scale is None:
         given["q"] = given["k"] = jnp.zeros((N, H, SMALLEST), v.dtype)
-    found = _run("backward", call, groups, given)
+    gradients = _run("backward", call, groups, given)
     if call.bandwidth is None:
         dx = jnp.zeros((N, d), jnp.float32)
     else:
-        pulls = (found[f"pull_{name}"].reshape(H, N, -1)[..., :d].sum(0) for name in ("rows", "columns"))
+        pulls = (gradients[f"pull_{name}"].reshape(H, N, -1)[..., :d].sum(0) for name in ("rows", "columns"))
         dx = times(sum(pulls), call.pull)
-    dq, dk = (jnp.zeros_like(q) if call.scale is None else found[name].reshape(q.shape) for name in ("dq", "dk"))
-    return dq, dk, found["dv"].reshape(v.shape), dx
+    dq, dk = (jnp.zeros_like(q) if call.scale is None else gradients[name].reshape(q.shape) for name in ("dq", "dk"))
+    return dq, dk, gradients["dv"].reshape(v.shape), dx
 
 
 def _run(direction: Direction, call: Attending, groups: Groups, given: dict[str, Array]) -> dict[str, Array]:
@@ -114,13 +114,13 @@ def _run(direction: Direction, call: Attending, groups: Groups, given: dict[str,
 @lru_cache(maxsize=256)
 def _launched(direction: Direction, call: Attending, sizes: tuple[int, int, int, int], dtype: str, shapes: Any
               ) -> Launched:  # fmt: skip
-    found = chip()
-    assert found is not None, "kernels are described where there is a device"
-    return launched(direction, call, *sizes, dtype, found.processors, dict(shapes))
+    device = chip()
+    assert device is not None, "kernels are described where there is a device"
+    return launched(direction, call, *sizes, dtype, device.processors, dict(shapes))
 
 
 @cache
 def _target(config: ListsConfig) -> str:
-    """The name that a kernel is registered by."""
+    """The name under which a kernel is registered."""
     _, numbers = call_of(1.0, ())
     return targets.registered(f"gossamer.{lists.path(config).stem}", lambda: lists(config), len(numbers))

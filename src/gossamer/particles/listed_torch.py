@@ -12,7 +12,7 @@ from gossamer.kernels.gpu import processors
 from gossamer.kernels.launch import ALIGNMENT, Direction, dtype_of
 from gossamer.memo import Memos
 from gossamer.particles import fused_torch
-from gossamer.particles import groups as of_groups
+from gossamer.particles import groups as group_lists
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Cells
 from gossamer.particles.geometry import times
@@ -35,7 +35,7 @@ from gossamer.particles.kernels.radial.configurations import FAR
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.bind import bind
 
-_items: Memos[dict[str, Tensor]] = Memos()  # of lists, by heads
+_items: Memos[dict[str, Tensor]] = Memos()  # the items of lists, by heads
 
 
 def serves(cells: Cells) -> bool:
@@ -76,18 +76,18 @@ def most(cells: Cells) -> Most:
 
 
 def attends(groups: Groups | None, call: Attending, q: Tensor, v: Tensor) -> bool:
-    """Whether kernels compute a call; of float32 others do, whose gradients are kernels as well."""
+    """Whether these kernels compute a call; in float32 others do, which have kernels for gradients too."""
     (*_, D), (*_, E) = q.shape, v.shape
     return (
         groups is not None
         and q.dtype == v.dtype
         and v.dtype != torch.float32
-        and of_groups.attends(call, dtype_of(v), D, E)
+        and group_lists.attends(call, dtype_of(v), D, E)
     )
 
 
 def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (N, H, E) and lse (N, H), by particles; no numbers where lists are cut."""
+    """out (N, H, E) and lse (N, H), by particles; NaN where lists are cut."""
     if call.scale is None:  # no products: those of zeros
         q = k = v.new_zeros(*v.shape[:2], SMALLEST)
     out, lse = _run("forward", call, neighbors, {"q": q, "k": k, "v": v})
@@ -99,8 +99,8 @@ def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Te
     if call.scale is None:
         v = given["v"]
         given["q"] = given["k"] = v.new_zeros(*v.shape[:2], SMALLEST)
-    *found, rows, columns = _run("backward", call, neighbors, given)
-    dq, dk, dv = (x[0].transpose(0, 1) for x in found)
+    *gradients, rows, columns = _run("backward", call, neighbors, given)
+    dq, dk, dv = (x[0].transpose(0, 1) for x in gradients)
     dx = None
     if call.bandwidth is not None:
         _, d = neighbors.cells.x.shape
@@ -121,12 +121,12 @@ def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dic
     shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
     bound, names = _bound(direction, call, (H, N, D, E), dtype_of(given["v"]), shapes, given["v"].device)
     seen = {name: _read(x).transpose(0, 1)[None] for name, x in given.items()}
-    found: tuple[Tensor, ...] = bound(*(({**seen, **arrays})[name] for name in names))
-    return found
+    results: tuple[Tensor, ...] = bound(*(({**seen, **arrays})[name] for name in names))
+    return results
 
 
 def _read(x: Tensor) -> Tensor:
-    """The tensor as kernels read it: contiguous, at an address of whole lines; itself where it is."""
+    """x if it is contiguous and at an address of whole lines, as kernels read it, else a copy."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 

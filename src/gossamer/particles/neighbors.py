@@ -12,8 +12,8 @@ from gossamer.particles.cells import Cells
 from gossamer.particles.edges import edge_of
 from gossamer.particles.groups import Groups, room_of
 
-ROOM = 1.25  # for as many neighbours over those that there are
-LIKELY, FEW = 8, 512  # columns of a group for each of a capacity that is given, and more
+ROOM = 1.25  # lists have room for so many times the neighbours that there are
+LIKELY, FEW = 8, 512  # columns of a group with a given capacity: so many times that, and so many more
 STEP = 8  # capacities are multiples of it
 
 
@@ -62,7 +62,7 @@ class Neighbors:
 
     @classmethod
     def _made(cls, cells: Cells, capacity: int, room: int | None) -> Neighbors:
-        """`room`: of the list of a group; None: for what it is likely to have."""
+        """Lists of a capacity; `room` is that of a group's list, None for a likely number."""
         N = cells.num_particles
         room = min(room or room_of(LIKELY * capacity + FEW), room_of(max(N, 1)))
         return cls(cells, *edge_of(cells.x).lists_of(cells, capacity, room))
@@ -88,18 +88,18 @@ class Neighbors:
 
     @property
     def overflow(self) -> Any:
-        """Whether any list has no room for all that belongs there: a truth value on the device."""
+        """Whether any list is too short for its neighbours: a truth value on the device."""
         return self.cut.any()
 
     @property
     def cut(self) -> Array:
-        """(N,): of which particles, by place, the list or its group's is cut; all, where a position is not finite."""
+        """(N,) bool, by place: whether a particle's list, or its group's, is cut; all if a position is not finite."""
         edge = edge_of(self.cells.x)
-        found = (self.sizes > self.capacity) | ~edge.finite(self.cells)
+        cut = (self.sizes > self.capacity) | ~edge.finite(self.cells)
         if self.groups is None:
-            return found
+            return cut
         over = self.groups.counts > self.groups.room
-        return found | edge.of_places(over, self.cells.num_particles)
+        return cut | edge.spread_groups(over, self.cells.num_particles)
 
     @property
     def counts(self) -> Array:

@@ -11,9 +11,9 @@ from gossamer.plan.problem import Unsupported
 
 
 @jax.custom_jvp
-def once(found: Any, given: Any) -> Any:
-    """`found`, gradients at `given`: the way by which JAX sees what they depend on, since runs and lists hide it."""
-    return found
+def once(gradients: Any, given: Any) -> Any:
+    """The gradients at `given`, so that JAX sees what they depend on, which runs and lists hide."""
+    return gradients
 
 
 @once.defjvp

@@ -23,11 +23,11 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def guarded(ctx: Any, *given: Any) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *given)
+            gradients = backward(ctx, *given)
         if not torch.is_grad_enabled():  # no create_graph
-            return found
+            return gradients
         of = [x for x in (*ctx.saved_tensors, *given) if isinstance(x, Tensor)]
-        return tuple(None if x is None else _Gradient.apply(x, *of) for x in found)
+        return tuple(None if x is None else _Gradient.apply(x, *of) for x in gradients)
 
     return guarded
 
@@ -36,8 +36,8 @@ class _Gradient(torch.autograd.Function):
     """A gradient where a graph of it is asked for, which leads to what it depends on."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, *of: Tensor) -> Tensor:
-        return found.view_as(found)
+    def forward(ctx: Any, gradient: Tensor, *of: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:

@@ -49,9 +49,9 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
     flat = len(values.shape) == 1
     if isinstance(kernel, Gaussian):
         cells = cells.within(kernel.radius)
-    found = edge.radial_sum(cells, values[:, None] if flat else values, kernel.scaled(cells.unit))
-    found = found * edge.known(cells, found)
-    return found[:, 0] if flat else found
+    sums = edge.radial_sum(cells, values[:, None] if flat else values, kernel.scaled(cells.unit))
+    sums = sums * edge.known(cells, sums)
+    return sums[:, 0] if flat else sums
 
 
 def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel) -> Any:
@@ -90,15 +90,15 @@ def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel)
     radius = cells.radius if isinstance(law, RadialKernel) else law.radius
     cells = cells.within(radius)
     before, after = _factors(cells.unit, law.POWER)
-    found = edge.radial_force(cells, times(mass, before), law.scaled(cells.unit), radius * cells.unit, after)
-    return found * edge.known(cells, found)
+    force = edge.radial_force(cells, times(mass, before), law.scaled(cells.unit), radius * cells.unit, after)
+    return force * edge.known(cells, force)
 
 
 def _factors(unit: float, power: int) -> tuple[float, float]:
-    """What masses and sums are multiplied by, of a force that has such a power of the inverse of length, less one.
+    """(factor of masses, factor of sums) of a force with the power `power` of the inverse of length, less one.
 
-    What makes numbers smaller is done to masses, as far as these stay in range, and what makes them larger to sums: so
-    nothing is infinite, in the gradients too, before what it is a part of.
+    Masses take the part that makes numbers smaller, as far as they stay in range, and sums the part that makes them
+    larger: so no part of a result, or of a gradient, is infinite before the result is.
     """
     _, exponent = math.frexp(unit / 2)
     both = (power - 1) * exponent

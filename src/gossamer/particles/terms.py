@@ -1,4 +1,4 @@
-"""What a pair of particles adds to a sum, for `radial_sum`, `radial_force` and their gradients.
+"""The terms of a pair of particles in the sums of `radial_sum`, `radial_force` and their gradients.
 
 A term is called for the pairs of c runs of queries (rows) with K candidates (columns) each, by the functions of
 jax.numpy or torch: `steps` are the d parts of x_column - x_row (c, 32, K) each, `s` is r^2, `keep` says which pairs are
@@ -74,15 +74,15 @@ def force_slopes(law: Any) -> Term:
         along = along * dot
         if law.POWER:  # a difference of numbers, not of products with w, which may be infinite
             turned = [u - law.POWER * dot * step for step, u in zip(steps, turned, strict=True)]
-        found = [(w * u + along * step).sum(-1) for step, u in zip(steps, turned, strict=True)]
+        positions = [(w * u + along * step).sum(-1) for step, u in zip(steps, turned, strict=True)]
         mass = -(w * sum(step * b[:, None, :, n] for n, step in enumerate(steps))).sum(-1)
-        return xp.stack([*found, mass], -1)
+        return xp.stack([*positions, mass], -1)
 
     return term
 
 
 def counted(law: Any) -> Term:
-    """How many particles are within the radius, each itself included."""
+    """The number of particles within the radius, each itself included."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
         return xp.where(keep, xp.ones_like(s), 0).sum(-1)[..., None]

@@ -22,7 +22,7 @@ lists = Kernel(
 
 
 def compiles_for(major: int, minor: int) -> bool:
-    """Whether there are kernels for a device of this compute capability; then, if nothing else is asked for, for it."""
+    """Whether there are kernels for a compute capability; they are then compiled for it unless another is set."""
     if major >= OLDEST:
         sm = f"sm_{major}{minor}"
         os.environ.setdefault("CUTE_DSL_ARCH", f"{sm}a" if major >= 9 else sm)

@@ -101,18 +101,18 @@ class ParticleColumnConsumer(ColumnConsumer):
     def store(self, slot):
         """dK and dV of an item to shared memory for the warp that scatters them, and the sums of positions."""
         block, thread, threads = self.block, self.thread, WARPGROUP + LANES
-        found, factors, ones = two_rows(Int32), two_rows(Float32), two_rows(Float32)
+        numbers, factors, ones = two_rows(Int32), two_rows(Float32), two_rows(Float32)
         for r in cutlass.range_constexpr(instructions.ROWS):
-            found[r] = block.source.names[thread.row + 8 * r, 0]
-            factors[r] = unless_cut(found[r], block.arguments.factor)
-            ones[r] = unless_cut(found[r], Float32(1.0))
+            numbers[r] = block.source.names[thread.row + 8 * r, 0]
+            factors[r] = unless_cut(numbers[r], block.arguments.factor)
+            ones[r] = unless_cut(numbers[r], Float32(1.0))
         cute.arch.barrier(barrier_id=ColumnBarrier.STAGING_FREE, number_of_threads=threads)
         instructions.scale_rows(self.acc_dk, factors)
         instructions.scale_rows(self.acc_dv, ones)
         put_tile(self.acc_dk, self.mma_dk, thread, block.s_dk[None, None, 0])
         put_tile(self.acc_dv, self.mma_dv, thread, block.s_dv[None, None, 0])
         if const_expr(self.gaussian):
-            self.places.write(block.arguments.source_result[block.item[ColumnItem.GROUP], None, None], found)
+            self.places.write(block.arguments.source_result[block.item[ColumnItem.GROUP], None, None], numbers)
         cute.arch.barrier_arrive(barrier_id=ColumnBarrier.STAGING_FULL, number_of_threads=threads)
 
 

@@ -1,4 +1,4 @@
-"""What the kernel of lists is compiled for. No compiler is imported."""
+"""The configuration of the kernel of lists. No compiler is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel of sums is compiled for. No compiler is imported."""
+"""The configuration of a kernel of sums. No compiler is imported."""
 
 from __future__ import annotations
 

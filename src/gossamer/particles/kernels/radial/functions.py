@@ -95,14 +95,14 @@ class Number:
             )
         if n < 0:
             return self._inverse() ** -n
-        found: Number | None = None
+        power: Number | None = None
         square = self
         while n:
             if n % 2:
-                found = square if found is None else found * square
+                power = square if power is None else power * square
             n //= 2
             square = square * square if n else square
-        return self * 0 + 1 if found is None else found
+        return self * 0 + 1 if power is None else power
 
     def __lt__(self, other: Any) -> Condition:
         return Condition(self.value < self._other(other).value)
@@ -237,10 +237,10 @@ def result(function: Callable[..., Any], s: Any, base: Any, numbers: Iterable[An
     """
     plain = Number(s, None, base)
     given = [Number(s * 0 + n if isinstance(n, float) else n, None, base) for n in numbers]
-    found = function(Number(s, 1.0 if slope else None, base), Functions(base, plain), *given)
-    if not isinstance(found, Number):
-        found = plain * 0 + found
-    return Result(found.value, s * 0 + (0.0 if found.slope is None else found.slope) if slope else None)
+    value = function(Number(s, 1.0 if slope else None, base), Functions(base, plain), *given)
+    if not isinstance(value, Number):
+        value = plain * 0 + value
+    return Result(value.value, s * 0 + (0.0 if value.slope is None else value.slope) if slope else None)
 
 
 def digest(function: Callable[..., Any]) -> str:

@@ -24,5 +24,5 @@ def long_root(s: Any, coefficients: tuple[Any, ...]) -> Any:
 
 
 def coefficients_of(split: float) -> tuple[float, ...]:
-    """Those of `long_root` at s = R^2."""
+    """The coefficients of `long_root` at s = R^2."""
     return tuple(c * split ** (power / 12) for c, power in zip(ROOT, POWERS, strict=True))

@@ -31,8 +31,8 @@ WAITING = 2 * LANES  # candidates
 HALVES = ROWS // LANES
 
 
-class Arguments(NamedTuple):
-    """What the kernel is called with: N particles, T groups, lists with room for C columns each."""
+class ListsArguments(NamedTuple):
+    """The parameters: N particles, T groups, lists with room for C columns each."""
 
     particles: Any  # (P, 4): positions in order, P a multiple of 256; behind the last one they are far away
     clusters: Any  # (P / 8, 8)
@@ -50,8 +50,8 @@ class Arguments(NamedTuple):
     square: Any  # of the radius
 
 
-class Lists:
-    """The kernel of one configuration."""
+class ListsKernel:
+    """The kernel of lists."""
 
     def __init__(self, config: ListsConfig) -> None:
         self.config = config
@@ -63,7 +63,7 @@ class Lists:
         far: cute.Tensor, sizes: cute.Tensor, places: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32,
         square: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`."""
+        """Launch the kernel; the parameters are those of `ListsArguments`."""
         self.kernel(
             particles, clusters, blocks, groups, columns, bits, theirs, mine, counts, far, sizes, places,
             size_x, size_y, size_z, square,
@@ -78,7 +78,7 @@ class Lists:
         far: cute.Tensor, sizes: cute.Tensor, places: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32,
         square: Float32,
     ) -> None:  # fmt: skip
-        a = Arguments(
+        a = ListsArguments(
             particles, clusters, blocks, groups, columns, bits, theirs, mine, counts, far, sizes, places,
             (size_x, size_y, size_z), square,
         )  # fmt: skip
@@ -98,7 +98,7 @@ class Lists:
 class Group(Opaque):
     """The queries of a warp. What changes is in tensors of registers."""
 
-    def __init__(self, config: ListsConfig, arguments: Arguments, shared: Any, group: Any) -> None:
+    def __init__(self, config: ListsConfig, arguments: ListsArguments, shared: Any, group: Any) -> None:
         self.config, self.arguments, self.group = config, arguments, group
         self.queries, self.points, self.queue, self.waiting = shared
         self.lane = cute.arch.lane_idx()
@@ -107,8 +107,8 @@ class Group(Opaque):
         self.M = cute.size(arguments.places, mode=[1])
         self.state = cute.make_rmem_tensor((2,), Int32)  # candidates that wait, and columns that are listed
         self.state.fill(0)
-        self.found = cute.make_rmem_tensor((HALVES,), Int32)  # neighbours of this lane's queries
-        self.found.fill(0)
+        self.counted = cute.make_rmem_tensor((HALVES,), Int32)  # neighbours of this lane's queries
+        self.counted.fill(0)
         self.read_queries()
         # Rounding never leaves out a cluster: of distances, and of the positions that they are differences of.
         radius, far = cute.math.sqrt(arguments.square), Float32(0.0)
@@ -151,7 +151,7 @@ class Group(Opaque):
 
     @cute.jit
     def run(self):
-        """All columns, then what tells how many there are."""
+        """Write all columns, then the counts."""
         if const_expr(not self.config.periodic):
             self.walk(False)
         elif self.far:
@@ -166,14 +166,14 @@ class Group(Opaque):
         a = self.arguments
         count = Int32(0)
         for start in cutlass.range(0, cute.size(a.groups, mode=[0]), LANES, unroll=1):
-            of_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane))
-            while of_groups != 0:
-                group = start + lowest(of_groups)
-                of_groups = of_groups & (of_groups - 1)
-                of_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane))
-                while of_blocks != 0:
-                    cluster = (group * FAN + lowest(of_blocks)) * FAN + self.lane
-                    of_blocks = of_blocks & (of_blocks - 1)
+            near_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane))
+            while near_groups != 0:
+                group = start + lowest(near_groups)
+                near_groups = near_groups & (near_groups - 1)
+                near_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane))
+                while near_blocks != 0:
+                    cluster = (group * FAN + lowest(near_blocks)) * FAN + self.lane
+                    near_blocks = near_blocks & (near_blocks - 1)
                     hit = self.near(a.clusters, cluster)
                     bits = cute.arch.vote_ballot_sync(hit)
                     if hit:
@@ -296,14 +296,14 @@ class Group(Opaque):
             for k in cutlass.range(LANES, unroll=4):
                 kept = (mine >> k) & 1
                 word = cute.arch.vote_ballot_sync(kept != 0)
-                before = cute.arch.shuffle_sync(self.found[half], k)
+                before = cute.arch.shuffle_sync(self.counted[half], k)
                 own = word if lane == k else own
                 row = self.first + half * LANES + k
                 if kept != 0 and row < self.N:
                     rank = before + cute.arch.popc(word & ((Int32(1) << lane) - 1))
                     if rank < self.M:
                         a.places[row, rank] = place
-            self.found[half] = self.found[half] + cute.arch.popc(own)
+            self.counted[half] = self.counted[half] + cute.arch.popc(own)
             if listed:
                 a.bits[self.group * (self.room // WORD) + written // WORD, half * LANES + lane] = own
         self.state[1] = written + LANES
@@ -326,10 +326,10 @@ class Group(Opaque):
             a.far[self.group] = Int32(1) if self.far else Int32(0)
         for half in cutlass.range_constexpr(HALVES):
             if self.first + half * LANES + lane < self.N:
-                a.sizes[self.first + half * LANES + lane] = self.found[half]
+                a.sizes[self.first + half * LANES + lane] = self.counted[half]
             for k in cutlass.range(LANES, unroll=1):
                 row = self.first + half * LANES + k
-                start = cute.arch.shuffle_sync(self.found[half], k)
+                start = cute.arch.shuffle_sync(self.counted[half], k)
                 if row < self.N:
                     for rank in cutlass.range(start + lane, self.M, LANES, unroll=1):
                         a.places[row, rank] = self.N

@@ -36,21 +36,21 @@ BOX = 8  # numbers of a box: its centre, one more, its half widths, one more
 @cute.jit
 def wide(row: cute.Tensor, size: cutlass.Constexpr):
     """A row in registers, 16 bytes an access."""
-    found = cute.make_rmem_tensor((size,), Float32)
-    cute.autovec_copy(row, found)
-    return found
+    registers = cute.make_rmem_tensor((size,), Float32)
+    cute.autovec_copy(row, registers)
+    return registers
 
 
 class Images(Enum):
-    """Which differences are taken to nearest images."""
+    """The differences that are taken to nearest images."""
 
     NONE = 0
     OF_CANDIDATES = 1  # those from the first query
     OF_PAIRS = 2
 
 
-class Arguments(NamedTuple):
-    """What a kernel is called with."""
+class RadialArguments(NamedTuple):
+    """The parameters."""
 
     particles: Any  # (P, width): positions, and payloads, in order; P a multiple of 256
     clusters: Any  # (P / 8, 8)
@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
     numbers: Any  # of the law
 
 
-class Radial:
+class RadialSums:
     """The kernel of one configuration."""
 
     def __init__(self, config: RadialConfig) -> None:
@@ -76,7 +76,7 @@ class Radial:
         n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
         n8: Float32, n9: Float32, n10: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`; n0 to n10 are the law's numbers."""
+        """As in `RadialArguments`; n0 to n10 are the law's numbers."""
         each = WARPS * self.config.queries
         self.kernel(
             particles, clusters, blocks, groups, order, out, size_x, size_y, size_z, square, n0, n1, n2, n3, n4,
@@ -93,7 +93,7 @@ class Radial:
         n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
         n8: Float32, n9: Float32, n10: Float32,
     ) -> None:  # fmt: skip
-        arguments = Arguments(
+        arguments = RadialArguments(
             particles, clusters, blocks, groups, order, out, (size_x, size_y, size_z), square,
             (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10),
         )  # fmt: skip
@@ -111,7 +111,9 @@ class Radial:
 class Queries(Opaque):
     """The queries of a warp. What changes is in tensors of registers."""
 
-    def __init__(self, config: RadialConfig, arguments: Arguments, queue: Any, candidates: Any, first: Any) -> None:
+    def __init__(
+        self, config: RadialConfig, arguments: RadialArguments, queue: Any, candidates: Any, first: Any
+    ) -> None:
         c, a = config, arguments
         self.config, self.arguments, self.first = config, arguments, first
         self.queue, self.candidates = queue, candidates
@@ -148,22 +150,22 @@ class Queries(Opaque):
             self.base.append(self.origin[axis] - select(inside, Float32(0.0), end))
 
     def box(self) -> list[Any]:
-        """That of the queries."""
+        """The box of the queries."""
         clusters = self.arguments.clusters
         box = wide(clusters[self.first // CLUSTER, None], BOX)
-        found = [box[i] for i in range(BOX)]
+        corners = [box[i] for i in range(BOX)]
         if self.config.queries > CLUSTER:
             other = wide(clusters[self.first // CLUSTER + 1, None], BOX)
             for axis in range(3):
                 low = cute.arch.fmin(box[axis] - box[4 + axis], other[axis] - other[4 + axis])
                 high = cute.arch.fmax(box[axis] + box[4 + axis], other[axis] + other[4 + axis])
-                found[axis] = 0.5 * (low + high)
-                found[4 + axis] = cute.arch.fmax(high - found[axis], found[axis] - low)
-        return found
+                corners[axis] = 0.5 * (low + high)
+                corners[4 + axis] = cute.arch.fmax(high - corners[axis], corners[axis] - low)
+        return corners
 
     @cute.jit
     def run(self):
-        """All neighbours, then the sums. Each way to find images is a loop of its own."""
+        """Visit all neighbours, then write the sums. Each form of images has a loop of its own."""
         if const_expr(not self.config.periodic):
             self.walk(Images.NONE)
         elif self.far:
@@ -180,14 +182,14 @@ class Queries(Opaque):
         a = self.arguments
         clusters, candidates = Int32(0), Int32(0)  # that wait
         for start in cutlass.range(0, cute.size(a.groups, mode=[0]), LANES, unroll=1):
-            of_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane, images))
-            while of_groups != 0:
-                group = start + lowest(of_groups)
-                of_groups = of_groups & (of_groups - 1)
-                of_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane, images))
-                while of_blocks != 0:
-                    cluster = (group * FAN + lowest(of_blocks)) * FAN + self.lane
-                    of_blocks = of_blocks & (of_blocks - 1)
+            near_groups = cute.arch.vote_ballot_sync(self.near(a.groups, start + self.lane, images))
+            while near_groups != 0:
+                group = start + lowest(near_groups)
+                near_groups = near_groups & (near_groups - 1)
+                near_blocks = cute.arch.vote_ballot_sync(self.near(a.blocks, group * FAN + self.lane, images))
+                while near_blocks != 0:
+                    cluster = (group * FAN + lowest(near_blocks)) * FAN + self.lane
+                    near_blocks = near_blocks & (near_blocks - 1)
                     hit = self.near(a.clusters, cluster, images)
                     bits = cute.arch.vote_ballot_sync(hit)
                     if hit:
@@ -209,7 +211,7 @@ class Queries(Opaque):
             self.evaluate(candidates, some, images)
 
     def rank(self, bits: Any) -> Any:
-        """How many lanes before this one have their bit set."""
+        """The number of lanes before this one whose bit is set."""
         return cute.arch.popc(bits & ((Int32(1) << self.lane) - 1))
 
     @cute.jit
@@ -229,17 +231,17 @@ class Queries(Opaque):
 
     @cute.jit
     def admit(self, first: Int32, some: Int32, candidates: Int32, images: cutlass.Constexpr):
-        """How many candidates wait, with the particles of some clusters of the queue that are near the queries' box."""
+        """Admit particles of some queued clusters that are near the queries' box; returns the number of candidates."""
         c, a = self.config, self.arguments
-        found, there = [], []
+        records, there = [], []
         for part in cutlass.range_constexpr(PARTS):
             place = part * LANES // CLUSTER + self.lane // CLUSTER
             there.append(place < some)
             cluster = self.queue[first + cutlass.min(place, some - 1)]
-            found.append(wide(a.particles[cluster * CLUSTER + self.lane % CLUSTER, None], c.width))
+            records.append(wide(a.particles[cluster * CLUSTER + self.lane % CLUSTER, None], c.width))
         cute.arch.sync_warp()
         for part in cutlass.range_constexpr(PARTS):
-            theirs, total = found[part], Float32(0.0)
+            theirs, total = records[part], Float32(0.0)
             for axis in cutlass.range_constexpr(3):
                 x = self.from_origin(theirs[axis], axis, images)
                 theirs[axis] = x
@@ -262,7 +264,7 @@ class Queries(Opaque):
         return candidates
 
     def from_origin(self, x: Any, axis: int, images: Any) -> Any:
-        """Where a particle is from the first query."""
+        """The position of a particle relative to the first query."""
         if images is Images.OF_CANDIDATES:
             return select(x > self.seam[axis], x - self.sizes[axis], x) - self.base[axis]
         apart = x - self.origin[axis]

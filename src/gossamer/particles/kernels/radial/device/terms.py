@@ -41,11 +41,11 @@ def add_where(condition: Any, total: Any, x: Any, y: Any) -> Any:
 def assembly(code: str, *operands: Any) -> Any:
     """A line of PTX without effects, of float32 numbers and conditions; its result is $0."""
     letters = ["b" if isinstance(x, Boolean) else "f" for x in operands]
-    found = llvm.inline_asm(
+    value = llvm.inline_asm(
         Float32.mlir_type, [x.ir_value() for x in operands], code, ",".join(["=f", *letters]), has_side_effects=False,
         is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
     )  # fmt: skip
-    return Float32(found)
+    return Float32(value)
 
 
 class Base:
@@ -98,8 +98,8 @@ class Term:
         """(value, derivative) of the function of a user, who has a unit of length of his own."""
         own, (*_, length) = self.config.own, self.numbers
         assert own is not None
-        found = result(own.function, s * length * length, Base, self.numbers[: own.numbers], slope)
-        return found._replace(slope=found.slope * length * length) if slope else found
+        value = result(own.function, s * length * length, Base, self.numbers[: own.numbers], slope)
+        return value._replace(slope=value.slope * length * length) if slope else value
 
     def scaled(self, value: Any, output: int) -> Any:
         """A finished sum."""
@@ -197,8 +197,8 @@ class ForceSlopes(Force):
             slope = -power(s * self.numbers[7] + self.numbers[8]) * R
             step, my_mass, mass = [part * inverse for part in step], my_mass * inverse, mass * inverse
         else:
-            found = self.own(s, True)
-            w, slope = found.value, 2.0 * found.slope
+            value = self.own(s, True)
+            w, slope = value.value, 2.0 * value.slope
         turned = [my_mass * push[axis] - mass * mine[1 + axis] for axis in range(3)]
         inner = step[0] * turned[0] + step[1] * turned[1] + step[2] * turned[2]
         if self.config.own is None:  # a difference of numbers, not of products with w, which may be infinite
