@@ -87,11 +87,11 @@ class Memo(Generic[Value]):
         self, key: Hashable, make: Callable[[], Value], size: Callable[[Value], int] | None = None
     ) -> Value:
         """The value of a key; where there is none it is made, and kept with its `size` in bytes."""
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             made = make()
-            found = self.put(key, made, 0 if size is None else size(made))
-        return found
+            value = self.put(key, made, 0 if size is None else size(made))
+        return value
 
     def put(self, key: Hashable, value: Value, size: int = 0) -> Value:
         """Keep a value that holds `size` bytes; returns what is kept, which is an earlier one if there is one."""
@@ -141,11 +141,11 @@ class Memos(Generic[Value]):
 
     def of(self, owner: Any) -> Memo[Value]:
         """The memo of an owner; no value in it may hold the owner, which would live for ever."""
-        found = self._of.get(owner)
-        if found is None:
+        memo = self._of.get(owner)
+        if memo is None:
             with self._lock:
-                found = self._of.setdefault(owner, Memo(LEAST))
-        return found
+                memo = self._of.setdefault(owner, Memo(LEAST))
+        return memo
 
     def clear(self) -> None:
         """Forget everything."""

@@ -80,9 +80,9 @@ def source_of(given: str) -> Iterator[Source]:
 
 def _package(folder: Path, given: str) -> Path:
     inside = [folder / INSIDE, folder / "gossamer", folder, *folder.glob(f"*/{INSIDE}")]
-    for found in inside:
-        if found.name == "gossamer" and (found / "__init__.py").is_file():
-            return found
+    for package in inside:
+        if package.name == "gossamer" and (package / "__init__.py").is_file():
+            return package
     raise ValueError(f"a version must hold {INSIDE}/__init__.py, or gossamer/__init__.py; {given!r} has neither")
 
 
@@ -115,11 +115,11 @@ def _check_out(commit: str, folder: Path) -> str:
         return done.stdout
 
     root = Path(git("rev-parse", "--show-toplevel").decode().strip())
-    found = git("rev-parse", "--verify", "--short=12", "--end-of-options", f"{commit}^{{commit}}").decode().strip()
+    revision = git("rev-parse", "--verify", "--short=12", "--end-of-options", f"{commit}^{{commit}}").decode().strip()
     archive = folder / "package.tar"
-    archive.write_bytes(git("archive", "--format=tar", found, INSIDE, where=root))
+    archive.write_bytes(git("archive", "--format=tar", revision, INSIDE, where=root))
     _extract(archive, folder)
-    return found
+    return revision
 
 
 def name_among(names: Sequence[str], implementation: str | None) -> str | None:
@@ -155,14 +155,14 @@ class Version:
         Raises:
             Refusal: it has none, or one of other sizes.
         """
-        found = next((own for own in self.load("testing.cases").CASES if own.name == case.name), None)
-        if found is None:
+        own_case = next((own for own in self.load("testing.cases").CASES if own.name == case.name), None)
+        if own_case is None:
             raise Refusal(f"has no case {case.name}")
         names = [field.name for field in fields(case) if field.name not in ("pattern", "tags", "dtypes", "devices")]
-        other = [name for name in names if getattr(found, name, None) != getattr(case, name)]
+        other = [name for name in names if getattr(own_case, name, None) != getattr(case, name)]
         if other:
             raise Refusal(f"has another case {case.name}: {', '.join(other)}")
-        return found.pattern()
+        return own_case.pattern()
 
 
 class _Finder(MetaPathFinder):

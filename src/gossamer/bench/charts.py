@@ -70,9 +70,13 @@ def _ladder(rows: list[Record]) -> Any:
     points = ladder_points(rows)
     figure, axis = plt.subplots(figsize=(13, 5), layout="constrained")
     for place, name in enumerate(RUNGS):
-        found = [(at, found[name]["device_ms"]) for at, found in enumerate(points.values()) if name in found]
+        at_size = [(at, at_size[name]["device_ms"]) for at, at_size in enumerate(points.values()) if name in at_size]
         axis.bar(
-            [at + 0.16 * (place - 2) for at, _ in found], [ms for _, ms in found], 0.15, label=name, color=RUNGS[name]
+            [at + 0.16 * (place - 2) for at, _ in at_size],
+            [ms for _, ms in at_size],
+            0.15,
+            label=name,
+            color=RUNGS[name],
         )
     titles = [f"{N}\n{H} x {D}" for N, H, D in points]
     axis.set(yscale="log", ylabel="device time, ms", xlabel="positions, heads x head size")

@@ -49,12 +49,12 @@ class Oracle:
     def rows(self, b: int, h: int, rows: Tensor, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
         """ "out" (R, E), and "dq" (R, D) when there is a dout, of one head's rows."""
         k = self.inputs.k[b, h // self.group].double()
-        found: dict[str, list[Tensor]] = {"out": []}
+        results: dict[str, list[Tensor]] = {"out": []}
         for _, _, out, ds in self._chunks(b, h, rows, rounding):
-            found["out"].append(out)
+            results["out"].append(out)
             if ds is not None:
-                found.setdefault("dq", []).append(self.inputs.terms.scale * _through(ds, rounding) @ k)
-        return {name: torch.cat(parts) for name, parts in found.items()}
+                results.setdefault("dq", []).append(self.inputs.terms.scale * _through(ds, rounding) @ k)
+        return {name: torch.cat(parts) for name, parts in results.items()}
 
     def keys(self, b: int, g: int, keys: Tensor, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
         """ "dk" (n, D) and "dv" (n, E) of a key head's keys, from every row that keeps one of them."""
@@ -176,23 +176,23 @@ def _sample_keys(oracle: Oracle, b: int, h: int, count: int, generator: torch.Ge
     return torch.from_numpy(np.sort(order[taken]))
 
 
-def row_error(found: Tensor, exact: Tensor) -> float:
+def row_error(actual: Tensor, exact: Tensor) -> float:
     """The largest error of a row (Euclidean), relative to that row's size or the median row's, the larger."""
     size = exact.norm(dim=-1)
     scale = torch.maximum(size, size.median()).clamp_min(1e-30)
-    error = ((found.double() - exact).norm(dim=-1) / scale).max()
+    error = ((actual.double() - exact).norm(dim=-1) / scale).max()
     return float("inf") if error.isnan() else float(error)
 
 
-def compare(samples: list[Sample], found: dict[str, Tensor], group: int) -> tuple[float, list[str]]:
+def compare(samples: list[Sample], actual: dict[str, Tensor], group: int) -> tuple[float, list[str]]:
     """The largest error over its limit (at most 1 is right), and what is wrong in words.
 
-    `found` holds "out" (B, H, Q, E) and, of a backward, "dq", "dk" (B, G, K, D), "dv" (B, G, K, E).
+    `actual` holds "out" (B, H, Q, E) and, of a backward, "dq", "dk" (B, G, K, D), "dv" (B, G, K, E).
     """
     worst, wrong = 0.0, []
     for sample in samples:
         b, h = sample.index
-        for name, tensor in found.items():
+        for name, tensor in actual.items():
             if name not in sample.exact:  # keys are not sampled of a dense peer
                 continue
             own = tensor[b, h // group, sample.keys] if name in ("dk", "dv") else tensor[b, h, sample.rows]

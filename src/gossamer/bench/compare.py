@@ -58,10 +58,10 @@ def pairs(rows: Iterable[Row], before: str) -> list[Pair]:
     ]
 
 
-def by_row(found: Iterable[Pair]) -> list[list[Pair]]:
+def by_row(pairs: Iterable[Pair]) -> list[list[Pair]]:
     """The comparable runs of each row."""
     runs: dict[tuple[str, str, str], list[Pair]] = {}
-    for pair in found:
+    for pair in pairs:
         if not pair.why_not:
             runs.setdefault(pair.key, []).append(pair)
     return list(runs.values())
@@ -72,7 +72,7 @@ def mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def comparison(found: Iterable[Pair], before: str) -> Table:
+def comparison(pairs: Iterable[Pair], before: str) -> Table:
     """One line for each row: medians of both versions over all runs, and the ratio of each run."""
     from rich.table import Table
 
@@ -81,7 +81,7 @@ def comparison(found: Iterable[Pair], before: str) -> Table:
     shown.add_column("implementation", overflow="fold")
     for column in ("ms now", "ms before", "now over before"):
         shown.add_column(column, justify="right", overflow="fold")
-    for runs in by_row(found):
+    for runs in by_row(pairs):
         now, old = runs[0].now.implementation.split()[-1], runs[0].before.implementation.split()[-1]
         shown.add_row(
             runs[0].name,
@@ -92,9 +92,9 @@ def comparison(found: Iterable[Pair], before: str) -> Table:
     return shown
 
 
-def verdict(found: Sequence[Pair], tags: dict[str, frozenset[str]]) -> list[str]:
+def verdict(pairs: Sequence[Pair], tags: dict[str, frozenset[str]]) -> list[str]:
     """The geometric mean of each tag, the slowest row, and what was not compared; `tags` are those of each case."""
-    rows = by_row(found)
+    rows = by_row(pairs)
     lines = []
     for tag in sorted({tag for runs in rows for tag in tags[runs[0].now.case]}):
         listed = [pair.ratio for runs in rows if tag in tags[runs[0].now.case] for pair in runs]
@@ -111,5 +111,5 @@ def verdict(found: Sequence[Pair], tags: dict[str, frozenset[str]]) -> list[str]
             f"{len(slow)} of {len(rows)} rows above {ROW_LIMIT} in {'the run' if runs == 1 else f'all {runs} runs'}"
             + "".join(f"; SLOWER: {each[0].name} ({', '.join(f'{p.ratio:.4f}' for p in each)})" for each in slow)
         )
-    lines += [f"not compared: {pair.name}: {pair.why_not}" for pair in found if pair.why_not]
+    lines += [f"not compared: {pair.name}: {pair.why_not}" for pair in pairs if pair.why_not]
     return lines

@@ -49,7 +49,7 @@ def time_in_turns(
     its times.
     """
     measure = _cuda_times if device.type == "cuda" else _cpu_times
-    found: dict[str, Timing | Exception] = {}
+    timings: dict[str, Timing | Exception] = {}
     repeats: dict[str, int] = {}
     cold: dict[str, bool] = {}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -64,10 +64,10 @@ def time_in_turns(
                 repeats[name] = _repeats(once, budget_s, most, least)
             cold[name] = once < COLD_MS
         except Exception as error:
-            found[name] = error.with_traceback(None)  # whose frames may hold gigabytes
+            timings[name] = error.with_traceback(None)  # whose frames may hold gigabytes
     for turn in range(ROUNDS):
         for name in reversed(calls) if turn % 2 else calls:
-            if name in found:
+            if name in timings:
                 continue
             share = repeats[name] * (turn + 1) // ROUNDS - repeats[name] * turn // ROUNDS
             try:
@@ -75,8 +75,8 @@ def time_in_turns(
                     calls[name]()
                 times[name] += measure(calls[name], share)
             except Exception as error:
-                found[name] = error.with_traceback(None)
-    return {name: found[name] if name in found else _timing(times[name]) for name in calls}
+                timings[name] = error.with_traceback(None)
+    return {name: timings[name] if name in timings else _timing(times[name]) for name in calls}
 
 
 def _repeats(once_ms: float, budget_s: float, most: int, least: int) -> int:
@@ -85,12 +85,12 @@ def _repeats(once_ms: float, budget_s: float, most: int, least: int) -> int:
 
 def medians_in_turns(calls: dict[str, Call], device: torch.device, *, budget_s: float) -> dict[str, float]:
     """The median times of `time_in_turns`, in milliseconds; raises what a call has raised."""
-    found = {}
+    medians = {}
     for name, taken in time_in_turns(calls, device, budget_s=budget_s).items():
         if isinstance(taken, Exception):
             raise taken
-        found[name] = taken.p50
-    return found
+        medians[name] = taken.p50
+    return medians
 
 
 def _timing(times: list[float]) -> Timing:

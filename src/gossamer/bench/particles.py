@@ -89,7 +89,7 @@ def case_of(N: int, kind: str, device: torch.device) -> Case:
 def exact(c: Case, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """(sums of sampled particles in float64, sums of the sizes of their terms), of each case and the counts."""
     x, mass = c.x.double(), c.mass.double()
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in (*LIMITS, "count")}
+    samples: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in (*LIMITS, "count")}
     for i in rows:
         d = x - x[i]
         d = d - d.round()
@@ -97,24 +97,24 @@ def exact(c: Case, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         near = s <= c.radius**2
         d, s, m = d[near], s[near], mass[near]
         w = torch.exp(-s / (2 * c.h**2))
-        found["count"].append((near.sum(), near.sum()))
-        found["density"].append((w @ m, w @ m))
+        samples["count"].append((near.sum(), near.sum()))
+        samples["density"].append((w @ m, w @ m))
         slope = (mass[i] + m) * w / c.h**2  # of the sum of all densities, in which each is a query and a source
-        found["density gradient"].append((slope @ d, slope @ s.sqrt()))
+        samples["density gradient"].append((slope @ d, slope @ s.sqrt()))
         apart = s > 0
         d, s, m = d[apart], s[apart], m[apart]
         square = s + c.law.softening**2
         u = square.sqrt() / (2 * c.law.split)
         f = (1 - torch.erf(u) + 2 * u * torch.exp(-u * u) / math.sqrt(math.pi)) * square**-1.5
-        found["gravity"].append(((f * m) @ d, (square**-1.5 * s.sqrt()) @ m))
+        samples["gravity"].append(((f * m) @ d, (square**-1.5 * s.sqrt()) @ m))
         # Of sum_i a_i . p_i with p = (x, y, z): what is pushed along the axes, by the derivative of f as well.
         long = (1 - torch.erf(u) + 2 * u * torch.exp(-u * u) / math.sqrt(math.pi)) * square**-2.5
         df = -1.5 * long - torch.exp(-u * u) / (4 * math.sqrt(math.pi) * c.law.split**3 * square)
         push = (m - mass[i]).neg()[:, None] * PUSH.to(d)
         along = (d * push).sum(1)
         sizes = push.norm(dim=1) * (f.abs() + 2 * df.abs() * s)
-        found["gravity gradient"].append(((f[:, None] * push + 2 * (df * along)[:, None] * d).sum(0), sizes.sum()))
-    return {name: (torch.stack([a for a, _ in of]), torch.stack([b for _, b in of])) for name, of in found.items()}
+        samples["gravity gradient"].append(((f[:, None] * push + 2 * (df * along)[:, None] * d).sum(0), sizes.sum()))
+    return {name: (torch.stack([a for a, _ in of]), torch.stack([b for _, b in of])) for name, of in samples.items()}
 
 
 def calls_of(c: Case) -> dict[str, Callable[[], Tensor]]:
@@ -147,7 +147,7 @@ def rows_of(session: Session, N: int, kind: str) -> list[ParticleRow]:
     def row(name: str) -> ParticleRow:
         return ParticleRow(name, kind, N, neighbors, time=time, **run)  # type: ignore[arg-type]
 
-    found = [_timed(session, row("order and boxes"), lambda: gp.Cells.build(c.x, c.radius, 1.0).order, None)]
+    measured = [_timed(session, row("order and boxes"), lambda: gp.Cells.build(c.x, c.radius, 1.0).order, None)]
     for name, call in calls_of(c).items():
         wanted, size = known[name]
         session.progress(f"{N} {kind}: {name}")
@@ -156,8 +156,8 @@ def rows_of(session: Session, N: int, kind: str) -> list[ParticleRow]:
             off = out[rows].double() - wanted
             return float(((off if off.ndim == 1 else off.norm(dim=1)).abs() / size).max())
 
-        found.append(_timed(session, row(name), call, error))
-    return found
+        measured.append(_timed(session, row(name), call, error))
+    return measured
 
 
 def _timed(
@@ -190,10 +190,10 @@ def run(session: Session, target: Path | None) -> Iterator[list[ParticleRow]]:
     """The rows of all clouds of the device, cloud by cloud; each is kept as soon as it is there."""
     for N in SIZES[session.device.type]:
         for kind in KINDS:
-            found = rows_of(session, N, kind)
+            rows = rows_of(session, N, kind)
             if target is not None:
-                append_records([asdict(one) for one in found], target, RUN)
-            yield found
+                append_records([asdict(one) for one in rows], target, RUN)
+            yield rows
 
 
 def table(rows: list[ParticleRow]) -> Table:

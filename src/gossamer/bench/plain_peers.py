@@ -73,12 +73,12 @@ def _torch_sparse(inputs: Inputs, matmul_tflops: float) -> Prepared:
         return torch.sparse_csr_tensor(crow, column, weight, (Q, K), check_invariants=False) @ v
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = [
+        results = [
             torch.stack([head(q[b, h].float(), k[b, h // group].float(), v[b, h // group].float())
                          for h in range(q.shape[1])])
             for b in range(q.shape[0])
         ]  # fmt: skip
-        return torch.stack(found).to(q.dtype)
+        return torch.stack(results).to(q.dtype)
 
     def gradients(given: Inputs) -> Gradients:
         raise Refusal("has no backward as written: a sparse matrix made of computed values passes no gradient")

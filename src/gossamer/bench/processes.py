@@ -62,9 +62,9 @@ def run_cases(
                 if child not in lost:
                     with contextlib.suppress(ConnectionError):  # it ended while it waited
                         child.pipe.send("measure")
-                    found = _answers(session, [child], "rows", limit_s).get(child)
+                    answer = _answers(session, [child], "rows", limit_s).get(child)
                     why = _end(child, limit_s)  # what it holds on the device is free for the next
-                    yield child.work, why if found is None else found
+                    yield child.work, why if answer is None else answer
                 else:
                     yield child.work, lost[child]
         finally:
@@ -74,7 +74,7 @@ def run_cases(
 
 def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: float) -> dict[Child, Any]:
     """What each child answers; those that have ended, or do not answer in time, are missing."""
-    found: dict[Child, Any] = {}
+    answers: dict[Child, Any] = {}
     waiting = {child.pipe: child for child in children}
     deadline = time.monotonic() + limit_s
     while waiting:
@@ -89,10 +89,10 @@ def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: 
                 waiting.pop(pipe).process.join()
                 continue
             if kind == wanted:
-                found[waiting.pop(pipe)] = result
+                answers[waiting.pop(pipe)] = result
             else:
                 session.progress(result)
-    return found
+    return answers
 
 
 def _end(child: Child, limit_s: float) -> str:

@@ -175,14 +175,14 @@ def _check(session: Session, ready: Ready, entry: Entry, direction: Direction) -
     try:
         base = reset_peak(session.device) if cuda else 0
         names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
-        found = dict(zip(names, repeatable(entry.prepared, inputs, direction)(), strict=True))
+        results = dict(zip(names, repeatable(entry.prepared, inputs, direction)(), strict=True))
         entry.takes[direction] = peak_bytes(session.device) - base if cuda else 0
-        row.check, wrong = compare(entry.samples, found, group=inputs.q.shape[1] // inputs.k.shape[1])
+        row.check, wrong = compare(entry.samples, results, group=inputs.q.shape[1] // inputs.k.shape[1])
         if wrong:
             row.fail("failed", "; ".join(wrong))
         elif cuda:
             dout = inputs.dout if direction == "backward" else inputs.dout[:0]
-            made = tensor_bytes([*found.values(), dout])  # the output is as large as its gradient
+            made = tensor_bytes([*results.values(), dout])  # the output is as large as its gradient
             given = tensor_bytes([inputs.q, inputs.k, inputs.v, dout])
             row.set_memory(entry.kept + entry.takes[direction] - made, made + given)
     except Exception as error:
@@ -302,5 +302,5 @@ def _own_process(session: Session, work: Workload, rows: list[Row], peer: Peer) 
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             row.fail("failed", f"the process that measures memory ended with {done.returncode}: {last}")
             continue
-        found = json.loads(done.stdout)
-        row.set_memory(found["beyond"], found["counted"], found["rss"])
+        measured = json.loads(done.stdout)
+        row.set_memory(measured["beyond"], measured["counted"], measured["rss"])

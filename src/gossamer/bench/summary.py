@@ -23,15 +23,15 @@ def read(path: Path) -> list[Record]:
     A peer that was refused keeps the row of a run before: memory may have been another's that day. What gossamer took
     is called as it is now.
     """
-    found: dict[tuple[str, str, str, str], Record] = {}
+    last_rows: dict[tuple[str, str, str, str], Record] = {}
     for row in read_records(path):
         name, _, taken = row["implementation"].partition(" ")
         if name == "gossamer" and taken in RENAMED:
             row["implementation"] = f"{name} {RENAMED[taken]}"
         key = row["case"], row["dtype"], name_of(row), row["direction"]
-        if row["status"] != "refused" or key not in found:
-            found[key] = row
-    return list(found.values())
+        if row["status"] != "refused" or key not in last_rows:
+            last_rows[key] = row
+    return list(last_rows.values())
 
 
 def name_of(row: Record) -> str:
@@ -54,13 +54,13 @@ def series(
     rows: Iterable[Record], measured: str, name: str, kind: str | None = None, density: float | None = None
 ) -> dict[int, float]:
     """A number of one implementation by positions, ascending; of any pattern, the newest, where no kind is given."""
-    found = {}
+    points = {}
     for row in sorted(rows, key=lambda row: row["time"]):
         own_kind, N, own_density = point(row)
         same = kind in (None, own_kind) and density in (None, own_density)
         if same and name_of(row) == name and row[measured] is not None:
-            found[N] = row[measured]
-    return dict(sorted(found.items()))
+            points[N] = row[measured]
+    return dict(sorted(points.items()))
 
 
 def breakeven_table(rows: Sequence[Record]) -> str:
@@ -101,24 +101,24 @@ def rung(row: Record) -> str:
 
 def ladder_points(rows: Iterable[Record]) -> dict[tuple[int, int, int], dict[str, Record]]:
     """(positions, heads, head size) -> rung -> row. Materialised scores count once, of the dense case."""
-    found: dict[tuple[int, int, int], dict[str, Record]] = {}
+    points: dict[tuple[int, int, int], dict[str, Record]] = {}
     for row in rows:
         shape = row["shape"]
         if row["device_ms"] is None or (row["peer"] and "_dense_" not in row["case"]):
             continue
-        found.setdefault((shape["Q"], shape["H"], shape["D"]), {})[rung(row)] = row
-    return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] * item[0][2], item[0][1])))
+        points.setdefault((shape["Q"], shape["H"], shape["D"]), {})[rung(row)] = row
+    return dict(sorted(points.items(), key=lambda item: (item[0][0], item[0][1] * item[0][2], item[0][1])))
 
 
 def ladder_table(rows: Sequence[Record]) -> str:
     """Time, relative error and speed-up over materialised scores, of every rung."""
     names = ("materialised", "fused", "gossamer dense", "gossamer local", "gossamer causal")
     lines = ["| positions | heads x size | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for (N, H, D), found in ladder_points(rows).items():
-        base = found.get("materialised")
+    for (N, H, D), at_size in ladder_points(rows).items():
+        base = at_size.get("materialised")
         cells = []
         for name in names:
-            row = found.get(name)
+            row = at_size.get(name)
             if row is None:
                 cells.append("-")
                 continue
@@ -158,9 +158,9 @@ def ratio_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
     last: dict[tuple[str, str, str, str], float] = {}
     for row in rows:
         for rival in RIVALS if row.get("turns") else ():
-            found = [ratio for name, ratio in row["ratios"].items() if name.startswith(rival)]
-            if found:
-                last[row["case"], row["dtype"], row["direction"], rival] = min(found)
+            rival_ratios = [ratio for name, ratio in row["ratios"].items() if name.startswith(rival)]
+            if rival_ratios:
+                last[row["case"], row["dtype"], row["direction"], rival] = min(rival_ratios)
     lines = ["| case | type | " + " | ".join(RIVALS) + " |", "|---" * (len(RIVALS) + 2) + "|"]
     for case, dtype in product(cases, ("bfloat16", "float32")):
         cells = []

@@ -107,8 +107,8 @@ def _relative_error(samples: list[Sample], out: Tensor) -> float:
     error = size = 0.0
     for sample in samples:
         exact = sample.exact["out"]
-        found = out[(*sample.index, sample.rows)].double()
-        error += float((found - exact).square().sum())
+        actual = out[(*sample.index, sample.rows)].double()
+        error += float((actual - exact).square().sum())
         size += float(exact.square().sum())
     return math.sqrt(error / max(size, 1e-300))
 

@@ -61,21 +61,21 @@ class Workload:
 
 def workloads(device: str, dtype: str | None = None) -> list[Workload]:
     """Every case that runs on "cpu" or "cuda", in the type that is usual there; in `dtype` those that have it."""
-    every = [found for found in (*CASES, *BREAKEVEN, *LADDER) if device in found.devices]
+    every = [case for case in (*CASES, *BREAKEVEN, *LADDER) if device in case.devices]
     if dtype is not None:
-        return [Workload(found, dtype) for found in every if dtype in found.dtypes]
-    return [workload(found, device) for found in every]
+        return [Workload(case, dtype) for case in every if dtype in case.dtypes]
+    return [workload(case, device) for case in every]
 
 
-def workload(found: Case, device: str) -> Workload:
+def workload(case: Case, device: str) -> Workload:
     """The case in the type that is usual on the device, or else in its first."""
     preferred = PREFERRED[device]
-    return Workload(found, preferred if preferred in found.dtypes else found.dtypes[0])
+    return Workload(case, preferred if preferred in case.dtypes else case.dtypes[0])
 
 
 def find(name: str, device: str) -> Workload:
     """The case called `name`, of the sweeps too."""
-    swept = [found for found in (*BREAKEVEN, *LADDER) if found.name == name]
+    swept = [candidate for candidate in (*BREAKEVEN, *LADDER) if candidate.name == name]
     return workload(swept[0] if swept else case(name), device)
 
 

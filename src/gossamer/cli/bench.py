@@ -105,8 +105,8 @@ def run(
     for named in dtype or []:
         if named not in EVERY:
             raise Refused(f"--dtype must be one of {', '.join(EVERY)}, got {shorten(repr(named))}")
-    others = [found for found in PEERS if peers or found.name in (peer or [])]
-    unknown = set(peer or []) - {found.name for found in PEERS}
+    others = [peer_entry for peer_entry in PEERS if peers or peer_entry.name in (peer or [])]
+    unknown = set(peer or []) - {peer_entry.name for peer_entry in PEERS}
     if unknown:
         raise Refused(f"--peer must be one of {', '.join(p.name for p in PEERS)}, got {shorten(repr(min(unknown)))}")
     console = Console()
@@ -163,20 +163,20 @@ def run(
         session.progress = lambda text: progress.update(bar, description=text)
         if not console.is_terminal:
             session.progress = lambda text: print(f"{perf_counter() - start:6.1f} s  {text}", flush=True)
-        for work, found in _measured(session, works * repeat, others, prepare, limit, source):
-            if isinstance(found, str):
-                lost.append(f"{work.name}: {found}")
+        for work, peer_entry in _measured(session, works * repeat, others, prepare, limit, source):
+            if isinstance(peer_entry, str):
+                lost.append(f"{work.name}: {peer_entry}")
             else:
-                fill_ratios(found)
-                rows += found
-                compared += [] if source is None else pairs(found, source.name)
+                fill_ratios(peer_entry)
+                rows += peer_entry
+                compared += [] if source is None else pairs(peer_entry, source.name)
                 try:
                     if kept:
-                        append_rows(found, target)  # case by case: an interrupted run keeps what it has
+                        append_rows(peer_entry, target)  # case by case: an interrupted run keeps what it has
                 except OSError as error:
                     lost.append(f"the rows of {work.name} could not be added to {target}: {reason(error)}")
                     break
-                added += len(found)
+                added += len(peer_entry)
             progress.advance(bar)
     if source is None or others:
         console.print(table(rows))
@@ -227,8 +227,8 @@ def _particles(session: Session, target: Path, repeat: int, list_cases: bool) ->
     start, rows = perf_counter(), []
     session.progress = lambda text: print(f"{perf_counter() - start:6.1f} s  {text}", flush=True)
     for _ in range(repeat):
-        for found in particles.run(session, target):
-            rows += found
+        for particle_row in particles.run(session, target):
+            rows += particle_row
     console.print(particles.table(rows))
     console.print(f"{session.name}; added {len(rows)} rows to {target}", markup=False, soft_wrap=True)
     failed = [row for row in rows if row.status == "failed"]

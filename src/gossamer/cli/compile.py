@@ -49,15 +49,15 @@ def run(
         raise Refused(f"gossamer compile {'; '.join(missing)}")
     console = Console()
     chosen = [kernel for kernel in _choose(head_dim or [], dtype or []) if not jax or kernel.kernel.arrays]
-    found = [(kernel, _compiled(kernel, jax).path(*kernel.arguments)) for kernel in chosen]
+    paths = [(kernel, _compiled(kernel, jax).path(*kernel.arguments)) for kernel in chosen]
     if list_kernels:
-        for kernel, path in found:
+        for kernel, path in paths:
             console.print(
                 f"{'ready' if path.exists() else 'absent':7}{kernel.kind} {kernel.arguments}",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         return
-    absent = [(kernel, path) for kernel, path in found if not path.exists()]
+    absent = [(kernel, path) for kernel, path in paths if not path.exists()]
     todo = [kernel for kernel, _ in absent]
     for _, path in absent[:1]:
         check_file(f"the cache of kernels ({DIRECTORY} names another folder):", path)
@@ -69,14 +69,14 @@ def run(
                 pool.map(partial(_make, jax=jax), todo), "compiling", total=len(todo), console=console, transient=True
             ):
                 pass
-    lost = [path for _, path in found if not path.exists()]
+    lost = [path for _, path in paths if not path.exists()]
     if lost:
         typer.echo(f"gossamer compile: {len(lost)} kernels could not be kept in {directory()}", err=True)
         raise typer.Exit(1)
-    size = sum(path.stat().st_size for _, path in found)
+    size = sum(path.stat().st_size for _, path in paths)
     console.print(
         f"{len(todo)} kernels compiled in {perf_counter() - start:.0f} s by {processes} processes, "
-        f"{len(found) - len(todo)} were ready; {size / 2**20:.1f} MiB in {directory()}",
+        f"{len(paths) - len(todo)} were ready; {size / 2**20:.1f} MiB in {directory()}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 

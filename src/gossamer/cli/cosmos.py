@@ -113,13 +113,13 @@ def read_table(path: Path) -> tuple[tuple[float, float], ...]:
     from gossamer.cli.errors import shorten
 
     try:
-        found = np.loadtxt(path, ndmin=2)
+        table = np.loadtxt(path, ndmin=2)
     except (OSError, ValueError) as error:
         raise ValueError(f"--power {shorten(repr(str(path)))} cannot be read: {shorten(str(error))}") from None
-    rows, columns = found.shape
+    rows, columns = table.shape
     if columns != 2 or not rows:
         raise ValueError(f"--power {shorten(repr(str(path)))} must have two columns, k and P; got {columns}")
-    return tuple((float(k), float(P)) for k, P in found)
+    return tuple((float(k), float(P)) for k, P in table)
 
 
 def summary(work: Run, report: dict[str, Any]) -> Table:

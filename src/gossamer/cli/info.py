@@ -39,30 +39,30 @@ def versions() -> dict[str, str]:
     """Installed version of gossamer, Python and each package that it uses; "not installed" otherwise."""
     from gossamer import __version__
 
-    found = {"gossamer": __version__, "python": platform.python_version()}
+    numbers = {"gossamer": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            numbers[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            numbers[package] = "not installed"
+    return numbers
 
 
 def devices() -> list[str]:
     """The processors torch can use here, in words."""
     import os
 
-    found = [f"cpu: {platform.machine()}, {len(os.sched_getaffinity(0))} cores"]
+    lines = [f"cpu: {platform.machine()}, {len(os.sched_getaffinity(0))} cores"]
     try:
         import torch
     except ImportError as error:
-        return [*found, f"cuda: unknown, torch cannot be imported ({error})"]
+        return [*lines, f"cuda: unknown, torch cannot be imported ({error})"]
     if not torch.cuda.is_available():
-        return [*found, "cuda: no device"]
+        return [*lines, "cuda: no device"]
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index}: {card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.0f} GiB")
-    return found
+        lines.append(f"cuda:{index}: {card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.0f} GiB")
+    return lines
 
 
 def _machine() -> Table:

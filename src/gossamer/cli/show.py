@@ -120,12 +120,12 @@ def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
     stats, sizes = layout.stats, Sizes(layout.Q, layout.K, layout.K - layout.Q)
     if stats.overhead <= WORTH_A_LOOK or not stats.useful_pairs:
         return []
-    found = branch_pieces(pattern) if isinstance(pattern, LongNet) else None
-    if found is None:
+    split = branch_pieces(pattern) if isinstance(pattern, LongNet) else None
+    if split is None:
         heads = dict.fromkeys(pattern.at(b, h) for b in range(pattern.lead[0]) for h in range(pattern.lead[1]))
-        found = tuple(dict.fromkeys(piece for one in heads for piece in pieces(one, sizes)))
-    if any(piece.dilation > 1 for piece in found):
-        return [(f"or in {p.dilation} classes" if p.dilation > 1 else "or beside", show(p.pattern)) for p in found]
+        split = tuple(dict.fromkeys(piece for one in heads for piece in pieces(one, sizes)))
+    if any(piece.dilation > 1 for piece in split):
+        return [(f"or in {p.dilation} classes" if p.dilation > 1 else "or beside", show(p.pattern)) for p in split]
     if pattern.keeps_intervals(sizes):
         return []
     sample = Sample(pattern, sizes)

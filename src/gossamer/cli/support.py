@@ -17,7 +17,7 @@ def support_table() -> str:
     failed = [f"{name}: {reason}" for name, reason in loaded.items() if isinstance(reason, str)]
     if failed:
         raise ValueError(f"the support table needs every implementation: {'; '.join(failed)}")
-    limits = [found.capability for found in loaded.values() if not isinstance(found, str)]
+    limits = [candidate.capability for candidate in loaded.values() if not isinstance(candidate, str)]
     lines = ["| | " + " | ".join(f"`{name}`" for name in NAMES) + " |"]
     lines.append("|---" * (len(limits) + 1) + "|")
     for title, cell in TABLE_ROWS:

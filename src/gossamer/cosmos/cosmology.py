@@ -61,19 +61,25 @@ def as_cosmology(given: Any) -> Cosmology:
         ValueError: it is neither, or a number is out of range.
     """
     if isinstance(given, Cosmology):
-        found = given
+        cosmology = given
     elif all(hasattr(given, name) for name in ("Omega_c", "Omega_b", "h", "n_s", "sigma8", "Omega_k", "w0", "wa")):
         matter = given.Omega_c + given.Omega_b
-        found = Cosmology(
+        cosmology = Cosmology(
             matter, given.Omega_b, given.h, given.n_s, given.sigma8, given.Omega_k, given.w0, given.wa
         )  # fmt: skip
     else:
         raise ValueError(f"cosmology must be a Cosmology, or one of jax_cosmo's; got {describe(given)}")
     for name, (least, most) in RANGES.items():
-        number(name, getattr(found, name), least, most)
-    if is_known(found.Omega_b) and is_known(found.Omega_m) and float(found.Omega_b) > float(found.Omega_m):
-        raise ValueError(f"Omega_b is a part of Omega_m = {found.Omega_m}, and cannot be more; got {found.Omega_b}")
-    return found
+        number(name, getattr(cosmology, name), least, most)
+    if (
+        is_known(cosmology.Omega_b)
+        and is_known(cosmology.Omega_m)
+        and float(cosmology.Omega_b) > float(cosmology.Omega_m)
+    ):
+        raise ValueError(
+            f"Omega_b is a part of Omega_m = {cosmology.Omega_m}, and cannot be more; got {cosmology.Omega_b}"
+        )
+    return cosmology
 
 
 def expansion(cosmology: Cosmology, a: Any) -> Array:

@@ -50,11 +50,11 @@ def initial_conditions(noise: Any, cosmology: Any, box: Box, a: Any, *, order: i
         raise ValueError(f"order must be 1 or 2; got {describe(order)}")
     white = _white(noise, box)
     first, second = displacements(white, cosmology, box, terms, power)
-    found = growth(cosmology, jnp.asarray(a, white.dtype))
+    rates = growth(cosmology, jnp.asarray(a, white.dtype))
     axes = [np.arange(n) * (size / n) for n, size in zip(box.particles, box.size_mpc_h, strict=True)]
     lattice = jnp.asarray(np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3), white.dtype)
-    x = lattice + found.D * first + found.D2 * second
-    p = H0 * (found.momentum * first + found.momentum2 * second)
+    x = lattice + rates.D * first + rates.D2 * second
+    p = H0 * (rates.momentum * first + rates.momentum2 * second)
     return State(wrapped(x, box), p.astype(white.dtype), jnp.asarray(a, white.dtype))
 
 

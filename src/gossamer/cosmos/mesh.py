@@ -85,8 +85,8 @@ def _read_slopes(mesh: Triple, x: Array, field: Array, values: Array) -> Array:
 
     def add(row: Array, total: Array) -> Array:
         i, j = row // POINTS, row % POINTS
-        found = jnp.sum(flat[_flat(mesh, cells, row)] * values[:, None], -1)  # (N, 4)
-        along, across = jnp.sum(found * w[:, 2], 1), jnp.sum(found * d[:, 2], 1)
+        read = jnp.sum(flat[_flat(mesh, cells, row)] * values[:, None], -1)  # (N, 4)
+        along, across = jnp.sum(read * w[:, 2], 1), jnp.sum(read * d[:, 2], 1)
         parts = d[:, 0, i] * w[:, 1, j] * along, w[:, 0, i] * d[:, 1, j] * along, w[:, 0, i] * w[:, 1, j] * across
         return total + jnp.stack(parts, -1)
 

@@ -146,8 +146,8 @@ def check_table(power: Any, cosmology: Cosmology) -> PowerTable:
     if not (np.diff(k) > 0).all():
         raise ValueError("power must have its k in increasing order")
     wanted, h = float(cosmology.sigma8), float(cosmology.h)
-    found = _table_sigma8(k, P)
-    if abs(found / wanted - 1) <= CLOSE:
+    sigma8 = _table_sigma8(k, P)
+    if abs(sigma8 / wanted - 1) <= CLOSE:
         return table
     others = {
         "k in 1/Mpc and P in Mpc^3": _table_sigma8(k / h, P * h**3),
@@ -159,7 +159,7 @@ def check_table(power: Any, cosmology: Cosmology) -> PowerTable:
     hint = [name for name, value in others.items() if abs(value / wanted - 1) <= CLOSE / 3]
     raise ValueError(
         f"power must be k in h/Mpc and P in (Mpc/h)^3 at a = 1, with the cosmology's sigma8 of {wanted:g} to "
-        f"{CLOSE:.0%}; this table has {found:.4g}" + (f". It would be right as {hint[0]}" if hint else "")
+        f"{CLOSE:.0%}; this table has {sigma8:.4g}" + (f". It would be right as {hint[0]}" if hint else "")
     )
 
 

@@ -122,12 +122,12 @@ class Run:
         steps = (int(path.stem.partition("_")[2]) for path in self.folder.glob("snapshots/snapshot_*.hdf5"))
         for step in sorted(steps, reverse=True):
             try:
-                found = load(self.snapshot(step))
+                snapshot = load(self.snapshot(step))
             except ValueError as error:
                 tell(f"{error}; the one before it is taken")
                 continue
             tell(f"goes on from step {step}")
-            return step, found.state
+            return step, snapshot.state
         s = self.settings
         state = initial_conditions(jax.random.key(s.seed), self.cosmology, self.box, s.start, power=s.table)
         self._keep(0, state)
@@ -181,10 +181,10 @@ class Run:
         saved = self.settings.saved
         for step in sorted({saved[round(part)] for part in np.linspace(0, len(saved) - 1, SHOWN)}):
             state = load(self.snapshot(step)).state
-            found = power_spectrum(state, self.box)
-            k = np.asarray(found.k_h_mpc, np.float64)
+            spectrum = power_spectrum(state, self.box)
+            k = np.asarray(spectrum.k_h_mpc, np.float64)
             label = f"z = {1 / float(state.a) - 1:.1f}"
-            measured[label] = np.asarray(found.power_mpc3_h3, np.float64).tolist()
+            measured[label] = np.asarray(spectrum.power_mpc3_h3, np.float64).tolist()
             theory = linear_power(self.cosmology, k, float(state.a), self.settings.table)
             linear[label] = np.asarray(theory, np.float64).tolist()
         self._figure("power.png", pictures.spectrum(k, measured, linear))

@@ -163,11 +163,11 @@ def _about(a: float, box: Box, cosmology: Cosmology) -> str:
 
 
 def _digest(about: str, arrays: dict[str, np.ndarray]) -> str:
-    found = hashlib.sha256(about.encode())
+    digest = hashlib.sha256(about.encode())
     for name in sorted(arrays):
-        found.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
-        found.update(np.ascontiguousarray(arrays[name]).data)
-    return found.hexdigest()
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
 
 
 def _headers(state: State, box: Box, cosmology: Cosmology) -> dict[str, dict[str, Any]]:

@@ -44,13 +44,13 @@ def time_a_step(state: State, box: Box) -> Timing:
 
 
 def _best(call: Any, *arguments: Array) -> tuple[float, Array]:
-    found = jax.block_until_ready(call(*arguments))
+    result = jax.block_until_ready(call(*arguments))
     times = []
     for _ in range(REPEATS):
         start = perf_counter()
         jax.block_until_ready(call(*arguments))
         times.append(perf_counter() - start)
-    return min(times), found
+    return min(times), result
 
 
 def _dense(rows: Array, x: Array, box: Box) -> Array:

@@ -72,12 +72,12 @@ def landing_of(memory: Any, clears: bool) -> Landing | None:
 @cute.jit
 def outside(first, end, rows: cutlass.Constexpr):
     """Of so many rows, a bit for each of this lane's that is not of [first, end)."""
-    found = Int32(0)
+    bits = Int32(0)
     for i in cutlass.range_constexpr(rows // WARP):
         row = cute.arch.lane_idx() + WARP * i
         if row < first or row >= end:
-            found = found | (1 << i)
-    return found
+            bits = bits | (1 << i)
+    return bits
 
 
 @cute.jit
@@ -87,12 +87,12 @@ def unset(pool, lead, first, keys, tile: cutlass.Constexpr, rows: cutlass.Conste
     The pool ends with a row of words for each tile of keys of each lead, the first tile's last.
     """
     place = cute.size(pool, mode=[0]) - 1 - (lead * cute.ceil_div(keys, tile) + first // tile)
-    found = Int32(0)
+    bits = Int32(0)
     for i in cutlass.range_constexpr(rows // WARP):
         word = pool[place, first % tile // WARP + i]
         if ((word >> cute.arch.lane_idx()) & 1) == 0:
-            found = found | (1 << i)
-    return found
+            bits = bits | (1 << i)
+    return bits
 
 
 class KeptKeys(Opaque):
@@ -129,18 +129,18 @@ class KeptKeys(Opaque):
 
         by_interval: whether they are of a tile of intervals. None where the configuration clears no keys.
         """
-        found = None
+        bits = None
         if const_expr(looks_for_keys(self.config)):
-            found = Int32(0)
+            bits = Int32(0)
             if const_expr(self.config.lengths):
-                found = outside(Int32(0), self.bounds[1] - first, rows)
+                bits = outside(Int32(0), self.bounds[1] - first, rows)
             if const_expr(self.config.clears == Clears.KEYS):
                 tile = const_expr(self.config.block_kv)
-                found = found | unset(self.arguments.pool, self.bounds[0], first, self.keys, tile, rows)
+                bits = bits | unset(self.arguments.pool, self.bounds[0], first, self.keys, tile, rows)
             if const_expr(self.has_intervals):  # noqa: SIM102
                 if by_interval:
-                    found = outside(self.bounds[0] - first, self.bounds[1] - first, rows)
-        return found
+                    bits = outside(self.bounds[0] - first, self.bounds[1] - first, rows)
+        return bits
 
 
 def looks_for_keys(config: Any) -> bool:

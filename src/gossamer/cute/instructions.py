@@ -24,12 +24,12 @@ LARGEST_SUM = 4096.0  # of a thread's exponentials in a step, relative to the re
 def assembly(result: Any, code: str, *operands: Any, effects: bool = True) -> Any:
     """A line of PTX, of whose operands the result, if it has a type, is $0. `effects`: it stays where it stands."""
     constraints = ["=" + LETTERS[result]] if result else []
-    found = llvm.inline_asm(
+    value = llvm.inline_asm(
         result and result.mlir_type, [x.ir_value() for x in operands], code,
         ",".join(constraints + [LETTERS[type(x)] for x in operands]), has_side_effects=effects, is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )  # fmt: skip
-    return result(found) if result else None
+    return result(value) if result else None
 
 
 def pack(a: Float32, b: Float32, dtype: type) -> Int32:
@@ -143,14 +143,14 @@ def exceed(scores: cute.Tensor, reference: cute.Tensor, exponent: Float32) -> cu
     Their bits are compared, those of negative powers as 0; without a reference a power is infinite or not a number.
     """
     count = const_expr(cute.size(scores) // 4)
-    found = []
+    tops = []
     for r in cutlass.range_constexpr(ROWS):
         top = [Int32(0), Int32(0)]
         for j in cutlass.range_constexpr(count):
             pair = [scores[4 * j + 2 * r + c] * exponent - reference[r] for c in range(2)]
             top[j % 2] = largest(pair[0], pair[1], top[j % 2])
-        found.append(cutlass.max(top[0], top[1]))
-    return cutlass.max(found[0], found[1]) > LIMIT
+        tops.append(cutlass.max(top[0], top[1]))
+    return cutlass.max(tops[0], tops[1]) > LIMIT
 
 
 @cute.jit

@@ -68,10 +68,10 @@ class Kernel:
 
     def _make(self, key: Any) -> Callable[..., None]:
         with _lock:
-            found = self._kept.get(key)
-            if found is None:
-                found = self._kept[key] = _loaded(self.object(*key))
-            return found
+            kernel = self._kept.get(key)
+            if kernel is None:
+                kernel = self._kept[key] = _loaded(self.object(*key))
+            return kernel
 
     def build(self, *key: Any) -> Any:
         """What the compiler makes of a configuration; it is imported here."""
@@ -183,9 +183,9 @@ def files_of(sources: tuple[str, ...]) -> list[Path]:
 
 def _text(sources: tuple[str, ...]) -> str:
     """The digest of the sources that a kernel is made from and of the versions of the compiler."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        found.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+        digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     for path in files_of(sources):
-        found.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

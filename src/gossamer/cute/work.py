@@ -160,9 +160,9 @@ def count_below(columns, first, count, limit):
         below = Int32(0)
         if place < high:
             below = Int32(1) if columns[first + place] < limit else Int32(0)
-        found = cute.arch.popc(cute.arch.vote_ballot_sync(below != 0))
+        number = cute.arch.popc(cute.arch.vote_ballot_sync(below != 0))
         # The last place found below the limit is counted, the first that is not is the end.
-        end = low + found * step
+        end = low + number * step
         high = end if end < high else high
-        low = low + (found - 1) * step + 1 if found > 0 else high
+        low = low + (number - 1) * step + 1 if number > 0 else high
     return low

@@ -172,15 +172,15 @@ def block_mask(layout: BlockLayout, mask_mod: MaskMod, device: torch.device) -> 
 def _block_lists(rows: Walk, kinds: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Counts (Bl, Hl, T) and indices (Bl, Hl, T, columns) of the tiles of some kinds, padded to all columns."""
     columns = -(-rows.columns // rows.block_columns)
-    found = np.zeros((*rows.lead, rows.tiles, columns), dtype=bool)
+    visited = np.zeros((*rows.lead, rows.tiles, columns), dtype=bool)
     for kind in kinds:
         tiles = rows.lists[kind]
         row, at = tiles.listed()
-        found.reshape(-1, columns)[row, tiles.indices[at]] = True
-    return padded_lists(torch.from_numpy(found).to(device))
+        visited.reshape(-1, columns)[row, tiles.indices[at]] = True
+    return padded_lists(torch.from_numpy(visited).to(device))
 
 
-def padded_lists(found: Tensor) -> tuple[Tensor, Tensor]:
+def padded_lists(visited: Tensor) -> tuple[Tensor, Tensor]:
     """Counts (Bl, Hl, T) and indices (Bl, Hl, T, columns) of the tiles that are set (Bl, Hl, T, columns)."""
-    indices = (~found).to(torch.uint8).argsort(dim=-1, stable=True).int()
-    return found.sum(-1, dtype=torch.int32), indices.contiguous()
+    indices = (~visited).to(torch.uint8).argsort(dim=-1, stable=True).int()
+    return visited.sum(-1, dtype=torch.int32), indices.contiguous()

@@ -106,12 +106,12 @@ def by_lookup(layout: BlockLayout, device: torch.device) -> MaskMod:
     """
     rows = layout.rows.on_host()
     block_q, block_kv = rows.block_rows, rows.block_columns
-    found = np.full((*rows.lead, rows.tiles, -(-rows.columns // block_kv)), EMPTY, dtype=np.int32)
-    flat = found.reshape(-1, found.shape[-1])
+    classes = np.full((*rows.lead, rows.tiles, -(-rows.columns // block_kv)), EMPTY, dtype=np.int32)
+    flat = classes.reshape(-1, classes.shape[-1])
     for tiles, value in ((rows.full, FULL), (rows.interval, INTERVAL), (rows.bits, None)):
         row, at = tiles.listed()
         flat[row, tiles.indices[at]] = rows.pool_index[at] if value is None else value
-    place = torch.from_numpy(found).to(device)
+    place = torch.from_numpy(classes).to(device)
     moved = rows.on_device(device)
     # Something to index where there are no interval or no bits tiles.
     lo, hi = (x if x.numel() else x.new_zeros(*rows.lead, rows.rows) for x in (moved.lo, moved.hi))

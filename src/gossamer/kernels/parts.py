@@ -109,8 +109,8 @@ class PartitionedCall:
         if any(x.strides[0] != x.shape[1] * x.strides[1] for x in inputs):
             return partition
         folded = problem_of_fold(p)
-        found = partition_of(pattern, folded, self.scoring.q_offset, self.plan.tiles, self.plan.gathers)
-        if found is None:
+        split = partition_of(pattern, folded, self.scoring.q_offset, self.plan.tiles, self.plan.gathers)
+        if split is None:
             return partition
         for name in ("q", "k", "v", "dout", "out", "dlse", "lse"):
             if name in b:
@@ -126,7 +126,7 @@ class PartitionedCall:
                 b.function(Kernel(EDGE, "repeated", (p.B,)), name, returns={f"{name}_heads": vector})
                 self.of[name] = f"{name}_heads"
         self.problem = folded
-        return found
+        return split
 
     def calls(self, partition: Partition, direction: Direction) -> Iterator[PartCall]:
         """The calls of a partition, in order."""

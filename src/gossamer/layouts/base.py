@@ -126,12 +126,12 @@ class Layout(Generic[W]):
         """The transpose: keys and the queries that keep them, for dK and dV. Tensors go through the CPU (one copy)."""
         if not self._transpose:
             if self.host is not None:
-                found = self.host.columns.on_device(self.device)
+                transposed = self.host.columns.on_device(self.device)
             else:
-                found = self._transposed(self.rows.on_host())
+                transposed = self._transposed(self.rows.on_host())
                 if self.device is not None:
-                    found = found.on_device(self.device)
-            self._transpose.append(found)
+                    transposed = transposed.on_device(self.device)
+            self._transpose.append(transposed)
         return self._transpose[0]
 
     @property

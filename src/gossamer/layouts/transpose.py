@@ -79,13 +79,13 @@ class _Transposed(NamedTuple):
 
 def _transpose_one(walk: Walk, b: int, h: int) -> _Transposed:
     """The lists of one batch element and head."""
-    found: dict[str, _Tiles] = {}
+    lists: dict[str, _Tiles] = {}
     for kind, tiles in walk.lists.items():
         starts = tiles.starts[b, h].astype(np.int64)
         t, at = ranges(starts, starts + tiles.counts[b, h])
         c = tiles.indices[at].astype(np.int64)
         order = np.lexsort((t, c))
-        found[kind] = _Tiles(c[order], t[order], walk.pool_index[at][order] if kind == "bits" else None)
+        lists[kind] = _Tiles(c[order], t[order], walk.pool_index[at][order] if kind == "bits" else None)
     lo = hi = np.zeros(walk.columns, dtype=np.int64)
     if walk.lo.size:
         keys = np.arange(walk.columns)
@@ -94,18 +94,18 @@ def _transpose_one(walk: Walk, b: int, h: int) -> _Transposed:
     if walk.rows % walk.block_rows:
         # A full tile may reach past the last query, but a full tile of the transpose may not reach past its last
         # column: it becomes an interval tile where the intervals agree, else a bits tile (entry -1: all that exists).
-        c, t, _ = found["full"]
+        c, t, _ = lists["full"]
         last = t == walk.tiles - 1
         covered = (lo <= (walk.tiles - 1) * walk.block_rows) & (hi >= walk.rows)
         edges = np.arange(0, walk.columns, walk.block_columns)
         agrees = np.logical_and.reduceat(covered, edges)[c] & last
         # Where other interval tiles exist already; a layout without any keeps its bits.
         agrees &= walk.lo.size > 0
-        found["full"] = _Tiles(c[~last], t[~last])
-        found["interval"] = _with_tiles(found["interval"], c[agrees], t[agrees], None)
+        lists["full"] = _Tiles(c[~last], t[~last])
+        lists["interval"] = _with_tiles(lists["interval"], c[agrees], t[agrees], None)
         rest = last & ~agrees
-        found["bits"] = _with_tiles(found["bits"], c[rest], t[rest], np.full(int(rest.sum()), -1))
-    return _Transposed(found, lo, hi)
+        lists["bits"] = _with_tiles(lists["bits"], c[rest], t[rest], np.full(int(rest.sum()), -1))
+    return _Transposed(lists, lo, hi)
 
 
 def _with_tiles(tiles: _Tiles, c: np.ndarray, t: np.ndarray, entries: np.ndarray | None) -> _Tiles:

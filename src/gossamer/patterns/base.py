@@ -165,12 +165,12 @@ class Pattern(metaclass=_PatternMeta):
 
     def distinct(self) -> tuple[list[Pattern], np.ndarray]:
         """The patterns that any batch element or head has, each once, and which of them each one has (Bp, Hp)."""
-        found: dict[Pattern, int] = {}
+        numbers: dict[Pattern, int] = {}
         (B, H), (every_b, every_h) = self.lead, self._period
         which = np.empty((every_b, every_h), dtype=np.int64)
         for b, h in np.ndindex(every_b, every_h):
-            which[b, h] = found.setdefault(self.at(b, h), len(found))
-        return list(found), which[np.arange(B) % every_b][:, np.arange(H) % every_h]
+            which[b, h] = numbers.setdefault(self.at(b, h), len(numbers))
+        return list(numbers), which[np.arange(B) % every_b][:, np.arange(H) % every_h]
 
     def lower(self, sizes: Sizes) -> Pattern:
         """The same pattern in terms of simpler ones; itself when it is simple."""

@@ -87,9 +87,9 @@ class And(_Binary):
 
     def listed_pairs(self, sizes: Sizes, start: int, stop: int) -> Pairs | None:
         for one, other in ((self.left, self.right), (self.right, self.left)):
-            found = one.listed_pairs(sizes, start, stop)
-            if found is not None:
-                rows, keys = found
+            listed = one.listed_pairs(sizes, start, stop)
+            if listed is not None:
+                rows, keys = listed
                 kept = np.broadcast_to(other._keep(rows + sizes.q_offset, keys, sizes), rows.shape)
                 return rows[kept], keys[kept]
         return None

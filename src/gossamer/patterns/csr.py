@@ -228,8 +228,8 @@ class CSR(Counted):
         width = grid.block_kv // WORD
         packed = np.zeros(len(ti) * grid.block_q * width, dtype=np.uint32)
         at, listed = _listed_tiles(self, grid, ti, tj)
-        which, found = ranges(starts[at[listed]], starts[at[listed] + 1])
-        row, column = np.divmod(places[found].astype(np.int64), grid.block_kv)
+        which, entries = ranges(starts[at[listed]], starts[at[listed] + 1])
+        row, column = np.divmod(places[entries].astype(np.int64), grid.block_kv)
         word = (np.flatnonzero(listed)[which] * grid.block_q + row) * width + column // WORD
         # Each pair is stored once, so adding bits is setting them.
         np.add.at(packed, word, np.uint32(1) << (column % WORD).astype(np.uint32))
@@ -259,12 +259,12 @@ def _listed(name: str, pattern: Any, Q: int, K: int, q_offset: int | None, most:
     if total is None and part.listed_pairs(sizes, 0, 1) is None:
         total = count_pairs(part, sizes)  # looked into by tiles, some of which may hold more than can be listed
     check(total or 0)
-    counts, columns, found = [], [], 0
+    counts, columns, listed_count = [], [], 0
     for start, stop, rows, keys in pair_chunks(part, sizes):
         counts.append(np.bincount(rows - start, minlength=stop - start))
         columns.append(keys)
-        found += len(keys)
-        check(found)
+        listed_count += len(keys)
+        check(listed_count)
     indptr = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
     return CSR(indptr, np.concatenate(columns), sizes.K)
 

@@ -141,8 +141,8 @@ def _remembered_tiles(pattern: Document, grid: Grid) -> _DocumentTiles:
     n = int(ids.max()) + 1
     q_tile, q_id = np.divmod(np.unique((np.arange(grid.Q) // grid.block_q * n + at)[inside]), n)
     k_id, k_tile = np.divmod(np.unique(ids * grid.nk + np.arange(grid.K) // grid.block_kv), grid.nk)
-    which, found = ranges(np.searchsorted(k_id, q_id), np.searchsorted(k_id, q_id, side="right"))
-    ti, tj = np.divmod(np.unique(q_tile[which] * grid.nk + k_tile[found]), grid.nk)
+    which, entries = ranges(np.searchsorted(k_id, q_id), np.searchsorted(k_id, q_id, side="right"))
+    ti, tj = np.divmod(np.unique(q_tile[which] * grid.nk + k_tile[entries]), grid.nk)
     return _DocumentTiles(
         ti, tj,
         np.minimum.reduceat(at, edges_q), np.maximum.reduceat(at, edges_q), np.logical_and.reduceat(inside, edges_q),

@@ -22,14 +22,14 @@ def pair_chunks(pattern: Pattern, sizes: Sizes) -> Iterator[tuple[int, int, np.n
     start, rows = 0, ROWS_AT_ONCE
     while start < sizes.Q:
         stop = min(start + rows, sizes.Q)
-        found = pattern.listed_pairs(sizes, start, stop)
-        if found is None and interval is not None:
+        listed = pattern.listed_pairs(sizes, start, stop)
+        if listed is None and interval is not None:
             which, keys = ranges(interval[0][start:stop], interval[1][start:stop])
-            found = which + start, keys
-        elif found is None:
-            found = pairs_by_tiles(pattern, sizes, start, stop)
-        yield start, stop, *found
-        each = max(1, len(found[0])) / (stop - start)
+            listed = which + start, keys
+        elif listed is None:
+            listed = pairs_by_tiles(pattern, sizes, start, stop)
+        yield start, stop, *listed
+        each = max(1, len(listed[0])) / (stop - start)
         # Rows may keep more than those before them: no more than twice as many at a time.
         rows = min(2 * rows, max(1, min(512, int(PAIRS_AT_ONCE / each) // ROWS_AT_ONCE)) * ROWS_AT_ONCE)
         start = stop

@@ -32,17 +32,17 @@ def pieces(pattern: Pattern, sizes: Sizes) -> tuple[Piece, ...]:
     windows = [t for t in terms if isinstance(t, SlidingWindow)]
     others = [t for t in terms if t not in dilated and t not in windows]
     # A pair of two terms belongs to a window before a dilated one, and to these before any other.
-    found = []
+    split = []
     for at, term in enumerate(dilated):
         inner: Pattern = SlidingWindow(term.left, term.right)
         for earlier in [*windows, *dilated[:at]]:
             inner = _without(inner, term.dilation, earlier)
-        found.append(Piece(inner, term.dilation))
+        split.append(Piece(inner, term.dilation))
     rest: list[Pattern] = list(windows)
     for other in others:
         rest.append(reduce(lambda kept, term: kept & ~term, dilated, other))
     whole = [Piece(reduce(or_, rest))] if rest else []
-    return (*found, *whole)
+    return (*split, *whole)
 
 
 def _terms(pattern: Pattern, sizes: Sizes) -> list[Pattern]:
@@ -80,7 +80,7 @@ def branch_pieces(pattern: LongNet) -> tuple[Piece, ...] | None:
     whole classes.
     """
     order = sorted(zip(pattern.dilations, pattern.segments, strict=True))
-    found = []
+    split = []
     for at, (r, w) in enumerate(order):
         if w % r or any(r % other or segment % r for other, segment in order[:at]):
             return None
@@ -91,5 +91,5 @@ def branch_pieces(pattern: LongNet) -> tuple[Piece, ...] | None:
         for segment in sorted(earlier):
             if not any(other % segment == 0 for other in earlier - {segment}):  # else inside the other's segments
                 inner = inner & ~Local(segment // r)
-        found.append(Piece(inner, r))
-    return tuple(found)
+        split.append(Piece(inner, r))
+    return tuple(split)

@@ -132,11 +132,11 @@ def rule(*reaches: Reach) -> Rule:
 
 def _rule(reaches: Iterable[Reach]) -> Rule | None:
     """Without what others see too; None where more are left than are computed."""
-    found: list[Reach] = []
+    kept_reaches: list[Reach] = []
     for reach in reaches:
-        if not any(reach.within(other) for other in found):
-            found = [other for other in found if not other.within(reach)] + [reach]
-    return Rule(tuple(found)) if len(found) <= MOST_REACHES else None
+        if not any(reach.within(other) for other in kept_reaches):
+            kept_reaches = [other for other in kept_reaches if not other.within(reach)] + [reach]
+    return Rule(tuple(kept_reaches)) if len(kept_reaches) <= MOST_REACHES else None
 
 
 def _after(n: int) -> str:

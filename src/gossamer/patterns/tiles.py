@@ -116,12 +116,12 @@ def _reduces(pattern: Pattern, part: Pattern, grid: Grid, ti: np.ndarray, tj: np
     if not isinstance(pattern, (And, Or)):
         return np.zeros(len(ti), dtype=bool)
     neutral = FULL if isinstance(pattern, And) else EMPTY
-    found = np.zeros(len(ti), dtype=bool)
+    reduced = np.zeros(len(ti), dtype=bool)
     for one, other in ((pattern.left, pattern.right), (pattern.right, pattern.left)):
         inner = _reduces(one, part, grid, ti, tj)
         if inner.any():
-            found |= inner & (other.tile_classes(grid, ti, tj) == neutral)
-    return found
+            reduced |= inner & (other.tile_classes(grid, ti, tj) == neutral)
+    return reduced
 
 
 def interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:

@@ -44,10 +44,10 @@ def ways(plan: Plan, pattern: Pattern, q_offset: int) -> tuple[Way, ...]:
     if plan.implementations[0].layout != "block":
         return ()
     machine = machine_of(p, pattern)
-    found = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
+    seconds = costs(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
     names = [f"{i.name} {tile.block_q} x {tile.block_kv}" for i, tile in plan.options]
     names += [f"{i.name} gather {gather.choice.block_q}" for i, gather in plan.gather_options]
-    taken = map(Way, names, found)  # the costs may stop early; infinite ones were not measured to win
+    taken = map(Way, names, seconds)  # the costs may stop early; infinite ones were not measured to win
     return tuple(sorted((way for way in taken if isfinite(way.seconds)), key=attrgetter("seconds")))
 
 
@@ -107,27 +107,27 @@ def advice(
         planned_again: why repetitions of the call are looked at again.
         reordered: the pattern is that of a graph in an order of its own.
     """
-    found: list[str] = []
+    lines: list[str] = []
     first = plan.implementations[0]
     if plan.problem.device == "cpu":
-        found += [
+        lines += [
             f"without {term} {TILE_BY_TILE}" for term in sorted(plan.problem.score_terms & first.capability.slower)
         ]
     if first.layout == "block":
-        found += _others(plan, pattern, q_offset) if pattern is not None else []
+        lines += _others(plan, pattern, q_offset) if pattern is not None else []
         if fill > MANY:
             one = f"{fill:.1f} pairs are executed for each that is kept"
             if isinstance(pattern, CSR) and not reordered:
                 one += "; CSR.reordered() brings rows with the same keys together"
-            found.append(one)
+            lines.append(one)
     if planned_again:
-        found.append(f"repetitions are looked at again on the host: {', '.join(planned_again)}")
-    return tuple(found)
+        lines.append(f"repetitions are looked at again on the host: {', '.join(planned_again)}")
+    return tuple(lines)
 
 
 def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
     """Calls like this one, without a score term or in 16 bits, that would take less."""
-    p, taken, found = plan.problem, ways(plan, pattern, q_offset), []
+    p, taken, lines = plan.problem, ways(plan, pattern, q_offset), []
     now = least(plan, taken)
     changed = {f"without {term}": replace(p, score_terms=p.score_terms - {term}) for term in sorted(p.score_terms)}
     if p.dtype in ("float32", "float64"):
@@ -140,8 +140,8 @@ def _others(plan: Plan, pattern: Pattern, q_offset: int) -> list[str]:
         if seconds is None or (now is not None and counts[0].name == taken[0].name):
             continue
         if now is None or seconds < WORTH * now:
-            found.append(f"{change} it would take about {shown(seconds)}, by {counts[0].name}")
-    return found
+            lines.append(f"{change} it would take about {shown(seconds)}, by {counts[0].name}")
+    return lines
 
 
 def shown(seconds: float) -> str:

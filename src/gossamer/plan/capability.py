@@ -77,50 +77,50 @@ class Capability:
 def reasons(problem: Problem, capability: Capability) -> list[str]:
     """Every reason why `capability` does not cover `problem`; empty when it does."""
     p, c = problem, capability
-    found = []
+    refusals = []
     if p.device not in c.devices:
-        found.append(f"needs a {_names(c.devices)} tensor, got {p.device}")
+        refusals.append(f"needs a {_names(c.devices)} tensor, got {p.device}")
     elif p.device == "cuda" and c.min_sm is not None and (p.sm is None or p.sm < c.min_sm):
-        found.append(f"needs compute capability {_sm(c.min_sm)} or later, got {_sm(p.sm)}")
+        refusals.append(f"needs compute capability {_sm(c.min_sm)} or later, got {_sm(p.sm)}")
     elif p.device == "cuda" and c.max_sm is not None and (p.sm is None or p.sm > c.max_sm):
-        found.append(f"needs compute capability {_sm(c.max_sm)} or earlier, got {_sm(p.sm)}")
+        refusals.append(f"needs compute capability {_sm(c.max_sm)} or earlier, got {_sm(p.sm)}")
     if p.dtype not in c.dtypes:
-        found.append(f"dtype {p.dtype} not in {{{_names(c.dtypes)}}}")
+        refusals.append(f"dtype {p.dtype} not in {{{_names(c.dtypes)}}}")
     most, where = c.max_head_dim, ""
     if p.dtype == "float32" and c.max_float32_head_dim is not None:
         most, where = c.max_float32_head_dim, " in float32"
     for name, size in (("D", p.D), ("E", p.E)):
         if most is not None and size > most:
-            found.append(f"head size {name}={size} is over {most}{where}")
+            refusals.append(f"head size {name}={size} is over {most}{where}")
     if c.max_pairs is not None and (pairs := c.max_pairs[p.backward]) < p.B * p.H * p.Q * p.K:
-        found.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {pairs:,}")
+        refusals.append(f"computes every pair: B x H x Q x K = {p.B * p.H * p.Q * p.K:,} is over {pairs:,}")
     if c.max_walk is not None:
         most, longest = c.max_walk[p.backward], max(p.K, p.Q * p.backward)
         if longest > most:
-            found.append(f"walks every row from end to end: {longest:,} positions are over {most:,}")
+            refusals.append(f"walks every row from end to end: {longest:,} positions are over {most:,}")
     if p.backward and c.max_grid is not None and max(p.B, p.H) > c.max_grid:
-        found.append(f"has a backward for up to {c.max_grid:,} batch elements and heads, got {p.B:,} and {p.H:,}")
+        refusals.append(f"has a backward for up to {c.max_grid:,} batch elements and heads, got {p.B:,} and {p.H:,}")
     if p.tile is not None and c.tiles == frozenset():
-        found.append("walks no layout")
+        refusals.append("walks no layout")
     elif p.tile is not None and c.tiles is not None and p.tile not in c.tiles:
         walked = ", ".join(f"{q} x {kv}" for q, kv in sorted(c.tiles))
         block_q, block_kv = p.tile
-        found.append(f"walks layout tiles of {walked}, got {block_q} x {block_kv}")
+        refusals.append(f"walks layout tiles of {walked}, got {block_q} x {block_kv}")
     if p.gather is not None:
-        found += _of_lists(p, c)
+        refusals += _of_lists(p, c)
     for (block_q, block_kv), most in c.max_head_dim_of:
         if p.tile == (block_q, block_kv) and max(p.D, p.E) > most:
-            found.append(f"walks layout tiles of {block_q} x {block_kv} for head sizes up to {most}")
+            refusals.append(f"walks layout tiles of {block_q} x {block_kv} for head sizes up to {most}")
     missing = p.score_terms - c.score_terms
     if missing:
-        found.append(f"does not compute {_names(missing)}")
+        refusals.append(f"does not compute {_names(missing)}")
     if p.softcap is not None and c.max_softcap is not None and p.softcap > c.max_softcap:
-        found.append(f"has a tanh for a softcap up to {c.max_softcap:g}, got {p.softcap:g}")
+        refusals.append(f"has a tanh for a softcap up to {c.max_softcap:g}, got {p.softcap:g}")
     if p.backward and not c.backward:
-        found.append("has no backward")
+        refusals.append("has no backward")
     if p.deterministic and p.device in c.devices and p.device not in c.deterministic:
-        found.append(f"has no deterministic mode on {p.device}")
-    return found
+        refusals.append(f"has no deterministic mode on {p.device}")
+    return refusals
 
 
 def _of_lists(p: Problem, c: Capability) -> list[str]:

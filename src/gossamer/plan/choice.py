@@ -94,7 +94,7 @@ def _count(
     q_offset: int,
     machine: Machine,
 ) -> list[float]:
-    sizes, found, useful = pattern._sizes(Q, K, q_offset), [], 0.0
+    sizes, estimates, useful = pattern._sizes(Q, K, q_offset), [], 0.0
     sample = Sample(pattern, sizes)
     for tile in tiles:
         work = sample.tiles(tile.block_q, tile.block_kv)
@@ -102,11 +102,11 @@ def _count(
         total = pairs + bits + tile.row * Q * prod(pattern.lead)
         limit = machine.limit(work.longest, work.tiles, work.rows)
         step = tile.step * (1 + bits / pairs) if pairs else tile.step
-        found.append(machine.time(total, min(work.longest, limit) * step, work.longest > limit))
+        estimates.append(machine.time(total, min(work.longest, limit) * step, work.longest > limit))
         useful = work.useful
-        if len(found) == 1 and work.executed <= WORTH_A_LOOK * useful:
-            return found
-    if min(found) > machine.copies * machine.gathers_from * useful and not pattern.keeps_intervals(sizes):
+        if len(estimates) == 1 and work.executed <= WORTH_A_LOOK * useful:
+            return estimates
+    if min(estimates) > machine.copies * machine.gathers_from * useful and not pattern.keeps_intervals(sizes):
         for cost in gathers:
             choice = cost.choice
             counts = sample.gathers(choice.block_q)
@@ -118,8 +118,8 @@ def _count(
                 limit = machine.limit(counts.longest, counts.steps, counts.groups)
             total += machine.start / machine.copies
             seconds = machine.time(total, min(counts.longest, limit) * cost.step, counts.longest > limit)
-            found.append(seconds if useful >= choice.reuse * counts.columns else inf)
-    return found
+            estimates.append(seconds if useful >= choice.reuse * counts.columns else inf)
+    return estimates
 
 
 def cheapest(
@@ -135,8 +135,8 @@ def cheapest(
     """Which option takes the least, by `costs`: an index into the tiles, and after them the gather layouts."""
     if len(tiles) == 1 and (not gathers or pattern.keeps_intervals(pattern._sizes(Q, K, q_offset))):
         return 0
-    found = costs(pattern, Q, K, tiles=tiles, gathers=gathers, q_offset=q_offset, machine=machine)
-    return found.index(min(found))
+    seconds = costs(pattern, Q, K, tiles=tiles, gathers=gathers, q_offset=q_offset, machine=machine)
+    return seconds.index(min(seconds))
 
 
 class Chosen(NamedTuple):

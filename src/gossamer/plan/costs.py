@@ -151,12 +151,12 @@ class DeviceCosts:
         return self._one(names, cost) * self.file.processors / self.processors
 
     def _one(self, names: Iterable[str], cost: str) -> float:
-        found = next((rows for name in names if (rows := self._rows(name, cost))), None)
-        if found is None:
+        measured = next((rows for name in names if (rows := self._rows(name, cost))), None)
+        if measured is None:
             raise LookupError(
                 f"no {cost!r} of {' or '.join(names)} for {self.bits} bits in the file of {self.file.device}"
             )
-        row = _nearest(found, self.direction, self.head)
+        row = _nearest(measured, self.direction, self.head)
         return row.value * self._scale(self.direction, self.head) / self._scale(row.direction, row.head)
 
     def _scale(self, direction: str, head: int) -> float:
@@ -179,8 +179,8 @@ def costs_of(problem: Problem) -> DeviceCosts:
 
 @lru_cache(64)
 def _costs_of(device: str, sm: int, processors: int, dtype: str, backward: bool, size: int) -> DeviceCosts:
-    found = [file for file in files().values() if (file.sm is None) == (device == "cpu")]
-    file = min(found, key=lambda file: abs((file.sm or 0) - sm))
+    matching = [file for file in files().values() if (file.sm is None) == (device == "cpu")]
+    file = min(matching, key=lambda file: abs((file.sm or 0) - sm))
     return DeviceCosts(
         file,
         bits=min(file.bits, key=lambda bits: abs(bits - BITS[dtype])),

@@ -63,13 +63,13 @@ class Sample:
         if part.intervals(self.sizes) is not None:
             return None
         if part not in self._pairs:
-            found = []
+            listed = []
             for window in self.windows:
                 pairs = part.listed_pairs(self.sizes, *window)
                 if pairs is None:
                     return None
-                found.append(pairs)
-            self._pairs[part] = found
+                listed.append(pairs)
+            self._pairs[part] = listed
         return self._pairs[part]
 
     def tiles(self, block_q: int, block_kv: int) -> TileWork:

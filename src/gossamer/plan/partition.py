@@ -113,9 +113,9 @@ def _partition(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gather
     sizes = Sizes(p.Q, p.K, q_offset)
     cost = Costs(p, tiles, gathers)
     if isinstance(pattern, LongNet):
-        found, group = branch_pieces(pattern), p.H // p.G
-        if found is not None and all(r % group == 0 or group % r == 0 for _, r in found):
-            return _cheaper(_diagonal_parts(found, p, sizes, cost), pattern, p, sizes, cost)
+        split, group = branch_pieces(pattern), p.H // p.G
+        if split is not None and all(r % group == 0 or group % r == 0 for _, r in split):
+            return _cheaper(_diagonal_parts(split, p, sizes, cost), pattern, p, sizes, cost)
     _, own = pattern.lead
     by_head = [pattern.at(0, h) for h in range(p.H)] if own > 1 else [pattern.at(0, 0)] * p.H
     chosen: dict[Pattern, tuple[Piece, ...]] = {}
@@ -140,30 +140,30 @@ def _partition(pattern: Pattern, p: Problem, q_offset: int, tiles: Tiles, gather
             mine = [by_head[heads.start + n * heads.step] for n in range(heads.number)]
             if group is None:
                 together = mine[0] if len(set(mine)) == 1 else PerHead(mine)
-                found = (Piece(together),)
+                split = (Piece(together),)
             else:
-                found = chosen[group]
-            parts += _parts(found, heads, p, sizes, cost, shared)
+                split = chosen[group]
+            parts += _parts(split, heads, p, sizes, cost, shared)
     return _cheaper(parts, pattern, p, sizes, cost)
 
 
-def _parts(found: tuple[Piece, ...], heads: Heads, p: Problem, sizes: Sizes, cost: Costs, shared: bool) -> list[Part]:
+def _parts(split: tuple[Piece, ...], heads: Heads, p: Problem, sizes: Sizes, cost: Costs, shared: bool) -> list[Part]:
     """The parts of some heads that have the same pieces."""
     made = []
-    for at, piece in enumerate(found):
+    for at, piece in enumerate(split):
         for run in _classes(piece.dilation, sizes):
             seconds = cost.call(piece.pattern, p.B * run.classes * heads.number, run_sizes(run), per_head=False)
             made.append(Part(piece.pattern, heads, piece.dilation, run, seconds, combines=at, adds=at > 0 or shared))
     return made
 
 
-def _diagonal_parts(found: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Costs) -> list[Part]:
+def _diagonal_parts(split: tuple[Piece, ...], p: Problem, sizes: Sizes, cost: Costs) -> list[Part]:
     """Head h computes the pieces in class h % dilation: of the first `dilation` heads each has its own, and so on.
 
     The classes of a part are as many as have one stride: with grouped queries, those whose heads share key heads.
     """
     made, group = [], p.H // p.G
-    for at, piece in enumerate(found):
+    for at, piece in enumerate(split):
         r, rounds = piece.dilation, p.H // piece.dilation
         width = r if group == 1 else min(r, group)
         # Class n belongs to the heads n, n + r, ...: `rounds` of them, and one more of the last that are fewer than r.
@@ -231,20 +231,20 @@ class Costs:
 @lru_cache(LEAST)
 def _seconds(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> float:
     """Of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
-    lower, found = pattern.lower(sizes), []
+    lower, seconds = pattern.lower(sizes), []
     for t in tiles:
-        found.append(t.pair * t.block_q * t.block_kv * lower.tile_bound(Grid(*sizes, t.block_q, t.block_kv)))
+        seconds.append(t.pair * t.block_q * t.block_kv * lower.tile_bound(Grid(*sizes, t.block_q, t.block_kv)))
     one_row = [cost for cost in gathers if cost.choice.block_q == 1]
     kept = lower.pairs_kept(sizes) if one_row else None
     if kept is not None:
-        found += [cost.column * kept + cost.row * sizes.Q for cost in one_row]
-    return min(found)
+        seconds += [cost.column * kept + cost.row * sizes.Q for cost in one_row]
+    return min(seconds)
 
 
-def _classes_cost(found: tuple[Piece, ...], B: int, sizes: Sizes, cost: Costs) -> float:
+def _classes_cost(split: tuple[Piece, ...], B: int, sizes: Sizes, cost: Costs) -> float:
     """Of the pieces of a pattern that every head shares."""
     seconds = 0.0
-    for at, piece in enumerate(found):
+    for at, piece in enumerate(split):
         for run in _classes(piece.dilation, sizes):
             seconds += cost.call(piece.pattern, B * run.classes, run_sizes(run))
             if at:
@@ -274,34 +274,34 @@ def head_runs(members: list[int], group: int) -> list[Heads]:
         return [Heads(start, count, step, start, count, step) for start, count, step in progressions(members)]
     own = set(members)
     whole = [g for g in {h // group for h in members} if all(g * group + n in own for n in range(group))]
-    found = []
+    runs = []
     # Heads of neighbouring groups are one view: groups of a larger step are not.
     for start, count, step in progressions(sorted(whole)):
         if step == 1:
-            found.append(Heads(start * group, count * group, 1, start, count, 1))
+            runs.append(Heads(start * group, count * group, 1, start, count, 1))
         else:
-            found += [Heads(g * group, group, 1, g, 1, 1) for g in range(start, start + count * step, step)]
+            runs += [Heads(g * group, group, 1, g, 1, 1) for g in range(start, start + count * step, step)]
     rest: dict[int, list[int]] = {}
     for h in members:
         if h // group not in whole:
             rest.setdefault(h // group, []).append(h)
     for g, mine in rest.items():
-        found += [Heads(start, count, step, g, 1, 1) for start, count, step in progressions(mine)]
-    return found
+        runs += [Heads(start, count, step, g, 1, 1) for start, count, step in progressions(mine)]
+    return runs
 
 
 def progressions(numbers: list[int]) -> list[tuple[int, int, int]]:
     """Ascending numbers as (start, count, step), each as long as it goes."""
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     at = 0
     while at < len(numbers):
         step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1
         count = 1
         while at + count < len(numbers) and numbers[at + count] == numbers[at] + count * step:
             count += 1
-        found.append((numbers[at], count, step))
+        runs.append((numbers[at], count, step))
         at += count
-    return found
+    return runs
 
 
 def problem_of_fold(problem: Problem) -> Problem:

@@ -113,13 +113,13 @@ def _make_plan(problem: Problem, implementation: str | None, backward: bool) -> 
     refused: list[str] = []
     able: list[Candidate] = []
     for name in NAMES if implementation is None else [implementation]:
-        found = load(name)
-        if able and not isinstance(found, str) and found.layout != "block":
+        loaded = load(name)
+        if able and not isinstance(loaded, str) and loaded.layout != "block":
             continue  # it would come first or not at all: choices are among tiles
-        if isinstance(found, str) or reasons(problem, found.capability) or found.unavailable():
+        if isinstance(loaded, str) or reasons(problem, loaded.capability) or loaded.unavailable():
             refused.append(name)
         else:
-            able.append(found)
+            able.append(loaded)
     if not able:
         raise Unsupported(_refusal(implementation, problem, refused))
     return Plan(problem, tuple(able), tuple(refused), later)

@@ -38,9 +38,9 @@ def runs(Q: int, K: int, q_offset: int, dilation: int) -> tuple[Run, ...]:
     d, shift = dilation, q_offset % dilation
     # The first row of class c is (c - shift) % d: it wraps at `shift`, and is below Q % d up to the last edge.
     edges = sorted({0, shift, K % d, (Q + shift) % d, d})
-    found = []
+    slices = []
     for first, stop in pairwise(edges):
         row = (first - shift) % d
         sizes = (max(0, -(-(Q - row) // d)), max(0, -(-(K - first) // d)))
-        found.append(Run(first, stop - first, row, *sizes, (row + q_offset - first) // d))
-    return tuple(found)
+        slices.append(Run(first, stop - first, row, *sizes, (row + q_offset - first) // d))
+    return tuple(slices)

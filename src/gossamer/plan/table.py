@@ -22,13 +22,15 @@ def load(name: str) -> Candidate | str:
         module = importlib.import_module(f"gossamer.kernels.{name}")
     except Exception as error:  # a broken Triton or torch raises more than ImportError
         return f"cannot be imported: {type(error).__name__}: {error}"
-    found = cast(Candidate, module.IMPLEMENTATION)
-    assert found.name == name, f"the implementation {name!r} of the table calls itself {found.name!r}"
-    assert found.layout in LAYOUTS, f"the layout of {name} must be one of {', '.join(LAYOUTS)}; it is {found.layout!r}"
-    return found
+    candidate = cast(Candidate, module.IMPLEMENTATION)
+    assert candidate.name == name, f"the implementation {name!r} of the table calls itself {candidate.name!r}"
+    assert candidate.layout in LAYOUTS, (
+        f"the layout of {name} must be one of {', '.join(LAYOUTS)}; it is {candidate.layout!r}"
+    )
+    return candidate
 
 
 def available(name: str) -> list[str]:
     """Why `name` cannot run on this machine at all; empty when it can."""
-    found = load(name)
-    return [found] if isinstance(found, str) else found.unavailable()
+    candidate = load(name)
+    return [candidate] if isinstance(candidate, str) else candidate.unavailable()

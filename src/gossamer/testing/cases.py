@@ -267,9 +267,9 @@ CASES = SMALL + BENCH
 
 def case(name: str) -> Case:
     """The case called `name`."""
-    for found in CASES:
-        if found.name == name:
-            return found
+    for candidate in CASES:
+        if candidate.name == name:
+            return candidate
     raise ValueError(f"case {name!r} is not one of {', '.join(c.name for c in CASES)}")
 
 

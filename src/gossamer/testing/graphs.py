@@ -25,11 +25,11 @@ def power_law_graph(nodes: int, edges: int, *, seed: int = 0, rows: float = 0.5,
     for power in (rows, columns):
         weight = np.cumsum(np.arange(1, nodes + 1, dtype=float) ** -power)
         ends.append((rng.permutation(nodes), weight / weight[-1]))
-    found = np.zeros(0, dtype=np.int64)
-    while len(found) < edges:
+    cells = np.zeros(0, dtype=np.int64)
+    while len(cells) < edges:
         row, column = (order[np.searchsorted(weight, rng.random(edges))] for order, weight in ends)
-        found = distinct(np.concatenate([found, row * nodes + column]))
-    kept = rng.choice(found, edges, replace=False)
+        cells = distinct(np.concatenate([cells, row * nodes + column]))
+    kept = rng.choice(cells, edges, replace=False)
     return CSR._from_pairs(kept // nodes, kept % nodes, nodes, nodes)
 
 

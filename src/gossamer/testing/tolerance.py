@@ -95,6 +95,8 @@ def bound(exact: Tensor, low: Tensor, dtype: torch.dtype) -> float:
 
 def check(name: str, actual: Tensor, exact: Tensor, low: Tensor) -> None:
     """Raise AssertionError when a result is further from float64 than `bound` allows."""
-    found, allowed = error(actual, exact), bound(exact, low, actual.dtype)
-    if not found <= allowed:
-        raise AssertionError(f"{name}: error {found:.3e} is over {allowed:.3e}, twice plain attention's and rounding")
+    deviation, allowed = error(actual, exact), bound(exact, low, actual.dtype)
+    if not deviation <= allowed:
+        raise AssertionError(
+            f"{name}: error {deviation:.3e} is over {allowed:.3e}, twice plain attention's and rounding"
+        )

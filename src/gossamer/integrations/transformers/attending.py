@@ -145,10 +145,10 @@ def _restriction(restrict: Restriction, module: torch.nn.Module) -> Pattern | No
         )
     if isinstance(restrict, Pattern):
         return restrict
-    found = restrict(config, getattr(module, "layer_idx", None))
-    if found is not None and not isinstance(found, Pattern):
-        raise ValueError(f"restrict must return a gossamer pattern or None, got {show(found)}")
-    return found
+    restriction = restrict(config, getattr(module, "layer_idx", None))
+    if restriction is not None and not isinstance(restriction, Pattern):
+        raise ValueError(f"restrict must return a gossamer pattern or None, got {show(restriction)}")
+    return restriction
 
 
 def _without_mask(module: torch.nn.Module, Q: int, K: int, is_causal: bool | None, window: Any) -> Pattern:

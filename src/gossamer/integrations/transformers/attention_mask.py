@@ -72,25 +72,25 @@ class Making(NamedTuple):
         unread = blind()
         if not unread and self.keys is not None and self.keys.all():
             return self._replace(keys=None).kept()
-        found = self.rules()
-        if found is None:
+        proposal = self.rules()
+        if proposal is None:
             if unread:
                 raise Unsupported(f"mask function {name_of(self.fn)}: {NO_RULES}")
             return self.on_host()
-        rules, ends = found.read.rules, found.ends
-        needed = found.read.right if ends is None else (*found.read.right, ends.whole)
+        rules, ends = proposal.read.rules, proposal.ends
+        needed = proposal.read.right if ends is None else (*proposal.read.right, ends.whole)
         if unread:
             if len(needed) > 0:
                 torch._assert_async(torch.stack(needed).all(), WRONG)
-            return self.kept_by(rules, *found.interval)
+            return self.kept_by(rules, *proposal.interval)
         of_ends = () if ends is None else (ends.all, ends.from_first)
-        truths = iter(truths_of([*needed, *found.read.alike, *of_ends]))
-        right, alike = ([next(truths) for _ in some] for some in (needed, found.read.alike))
+        truths = iter(truths_of([*needed, *proposal.read.alike, *of_ends]))
+        right, alike = ([next(truths) for _ in some] for some in (needed, proposal.read.alike))
         every, from_first = truths if ends is not None else (True, True)
         if not all(right):
             return self.on_host()
         rules = Rules(rules.reach, tuple(ids for ids, one in zip(rules.ids, alike, strict=True) if not one))
-        starts, lengths = found.interval
+        starts, lengths = proposal.interval
         return self.kept_by(rules, None if from_first or every else starts, None if every else lengths)
 
     def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> Kept:
@@ -103,13 +103,13 @@ class Making(NamedTuple):
         if self.pairs is None:
             return None
         pairs = self.pairs & Pairs(same=self.documents)
-        found = rules_of(pairs, self.where, self.device)
-        if found is None:
+        rules = rules_of(pairs, self.where, self.device)
+        if rules is None:
             return None
         keys = self.keys
-        for more in found.keys:
+        for more in rules.keys:
             keys = more if keys is None else keys & more
-        return Proposal(found, None if keys is None else ends_of(keys, self.where, is_causal(pairs)))
+        return Proposal(rules, None if keys is None else ends_of(keys, self.where, is_causal(pairs)))
 
     def on_host(self) -> Kept:
         """What is kept, by a pattern that is planned on the host."""
@@ -128,11 +128,11 @@ class Making(NamedTuple):
 
     def every(self) -> list[Kept]:
         """What is kept by every way that there is; for offsets that are integers."""
-        found, ways = self.rules(), [self.on_host()]
-        if found is not None:
-            ends = found.ends
-            truths = truths_of([*found.read.right, *([] if ends is None else [ends.whole])])
-            ways += [self.kept_by(found.read.rules, *found.interval)] * all(truths)
+        proposal, ways = self.rules(), [self.on_host()]
+        if proposal is not None:
+            ends = proposal.ends
+            truths = truths_of([*proposal.read.right, *([] if ends is None else [ends.whole])])
+            ways += [self.kept_by(proposal.read.rules, *proposal.interval)] * all(truths)
         return ways
 
 
@@ -313,16 +313,16 @@ class Mask(BlockMask):
             return kept._replace(what=Rules(kept.what.reach.both(reach._replace(blocks=())), ids))
         if kept.planned != ONCE and blind():
             raise Unsupported(f"restrict={by!r}: {NO_RULES}")
-        for known, found in self._restricted:
+        for known, restricted in self._restricted:
             if known is by:
-                return found
+                return restricted
         if isinstance(kept.what, Rules):
             kept = self.making.on_host() if kept.planned == ON_DEVICE else kept._replace(what=kept.what.pattern)
         here = by if not where.kv_offset or of_distances(by) else Shifted(by, where.kv_offset)
         assert isinstance(kept.what, Pattern)
-        found = kept._replace(what=both(kept.what, here))
-        self._restricted.append((by, found))
-        return found
+        restricted = kept._replace(what=both(kept.what, here))
+        self._restricted.append((by, restricted))
+        return restricted
 
     def separate(self, positions: Tensor) -> None:
         """Keep the documents of packed positions (1 or B, Q) apart, where the mask function was not told of them.

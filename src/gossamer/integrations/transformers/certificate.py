@@ -96,8 +96,8 @@ def _asked(fn: MaskFunction, use_vmap: bool, seen: Tensor | None, where: Where, 
 def _compare(fn: MaskFunction, where: Where, kept: Kept, pairs: np.ndarray, wanted: np.ndarray) -> None:
     """Raise where what is kept is not what is wanted of pairs."""
     b, i, j = pairs
-    found = pairs_kept(kept, where, pairs)
-    wrong = np.nonzero(found != wanted)[0]
+    actual = pairs_kept(kept, where, pairs)
+    wrong = np.nonzero(actual != wanted)[0]
     if len(wrong):
         n = wrong[0]
         raise Unsupported(
@@ -115,18 +115,18 @@ def pairs_kept(kept: Kept, where: Where, pairs: np.ndarray) -> np.ndarray:
         sizes = Sizes(where.B, 1, 1, len(i), where.K)
         position = torch.from_numpy(i).int()[None, None]
         structure = kept.what.structure(torch.device("cpu"))
-        found = np.ones(len(j), dtype=bool)
+        keeps = np.ones(len(j), dtype=bool)
         for bounds in (structure.reached(kept.what.reach, position, sizes), structure.bounds(position, sizes)):
             if bounds is not None:
                 lo, hi = (x.expand(where.B, 1, -1).numpy()[b, 0, np.arange(len(b))] for x in bounds)
-                found &= (lo <= j) & (j < hi)
+                keeps &= (lo <= j) & (j < hi)
     else:
-        found = kept.what.keep(i, j, where.Q, where.K, where.read_offset)
+        keeps = kept.what.keep(i, j, where.Q, where.K, where.read_offset)
         if kept.what.lead != (1, 1):
-            found = found[np.minimum(b, kept.what.lead[0] - 1), 0, np.arange(len(b))]
+            keeps = keeps[np.minimum(b, kept.what.lead[0] - 1), 0, np.arange(len(b))]
     if kept.starts is not None:
-        found = found & (j >= kept.starts.numpy()[b])
-    return found if kept.lengths is None else found & (j < kept.lengths.numpy()[b])
+        keeps = keeps & (j >= kept.starts.numpy()[b])
+    return keeps if kept.lengths is None else keeps & (j < kept.lengths.numpy()[b])
 
 
 def _numbers(fn: MaskFunction) -> set[int]:
@@ -137,12 +137,12 @@ def _numbers(fn: MaskFunction) -> set[int]:
 
 def _edges(fn: MaskFunction) -> list[int]:
     """Positions at which its tensors begin to say something else: documents, images."""
-    found: set[int] = set()
+    edges: set[int] = set()
     for x in _leaves(fn):
         if isinstance(x, Tensor) and x.ndim == 2:
             at = np.unique(np.nonzero(np.diff(x.numpy(), axis=1) != 0)[1] + 1)
-            found.update(at[:: max(1, len(at) // PAIRS)].tolist())
-    return sorted(found)
+            edges.update(at[:: max(1, len(at) // PAIRS)].tolist())
+    return sorted(edges)
 
 
 def _reach(fn: MaskFunction) -> int | None:
@@ -184,7 +184,7 @@ def _draw(
 
 def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int], n: int) -> np.ndarray:
     """(3, n): half of them near the diagonal, the others at distances and positions where a mask may be off by one."""
-    found = []
+    pairs = []
     first, last = where.read_offset, where.read_offset + where.Q - 1
     for at in range(n):
         i = rng.randint(first, last)
@@ -204,8 +204,8 @@ def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int
         else:
             j = rng.randrange(where.K)
         j = j if 0 <= j < where.K else rng.randrange(where.K)
-        found.append((rng.randrange(where.B), i, j))
-    return np.array(found, dtype=np.int64).T
+        pairs.append((rng.randrange(where.B), i, j))
+    return np.array(pairs, dtype=np.int64).T
 
 
 def variables(fn: MaskFunction) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def reach_of(pairs: Pairs) -> Reach | None:
 
 def reach_by(pattern: Pattern) -> Reach | None:
     """The rule of a pattern that restricts a layer, where it is one interval of distances; else None."""
-    found = pattern.device_rule()
-    reach = None if found is None else found.interval
+    rule = pattern.device_rule()
+    reach = None if rule is None else rule.interval
     return None if reach is None or reach.first is not None else reach
 
 

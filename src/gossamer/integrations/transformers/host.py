@@ -38,21 +38,21 @@ def pattern_of(pairs: Pairs, where: Where, around: tuple[Same, ...] = ()) -> Pat
     reach = reach_of(pairs)
     if reach is None:
         raise Unreadable("it keeps no window around a query")
-    found = window(reach.left, reach.right)
+    pattern = window(reach.left, reach.right)
     images = [rows for rows in pairs.rows if any(rows.values is same.values for same in pairs.same)]
     for same in pairs.same:
         ids = _of_keys(_values(same, where), where)
         image = any(rows.values is same.values for rows in images)
-        found = both(found, Blocks(ids) if image else documents(ids))
+        pattern = both(pattern, Blocks(ids) if image else documents(ids))
     for rows in pairs.rows:
         if not any(rows is image for image in images) and (host(rows.values) < 0).any():
             raise Unreadable("it keeps queries by a tensor")
     for keys in pairs.keys:
         kept = _of_keys(_mapped(host(keys.values), keys.at), where) != 0
-        found = found if kept.all() else both(found, Keys(kept))
+        pattern = pattern if kept.all() else both(pattern, Keys(kept))
     for one, other in pairs.either:
-        found = both(found, either(pattern_of(one, where, around), pattern_of(other, where, around)))
-    return found
+        pattern = both(pattern, either(pattern_of(one, where, around), pattern_of(other, where, around)))
+    return pattern
 
 
 def _check_packed(positions: np.ndarray, documents_of: tuple[Same, ...]) -> None:

@@ -153,8 +153,12 @@ class Shifted(Pattern):
         return self.pattern._keep(i + self.by, j + self.by, self._there(sizes))
 
     def _intervals(self, sizes: Sizes) -> Intervals | None:
-        found = self.pattern.intervals(self._there(sizes))
-        return None if found is None else (np.clip(found[0] - self.by, 0, None), np.clip(found[1] - self.by, 0, None))
+        intervals = self.pattern.intervals(self._there(sizes))
+        return (
+            None
+            if intervals is None
+            else (np.clip(intervals[0] - self.by, 0, None), np.clip(intervals[1] - self.by, 0, None))
+        )
 
 
 def of_distances(pattern: Pattern) -> bool:

@@ -115,13 +115,13 @@ class Pairs:
 
 def joined(spans: list[Span]) -> tuple[Span, ...]:
     """The distances of any of some spans, in order, those that touch as one."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(span for span in spans if span.first <= span.last):
-        if found and span.first <= found[-1].last + 1:
-            found[-1] = Span(found[-1].first, max(found[-1].last, span.last))
+        if merged and span.first <= merged[-1].last + 1:
+            merged[-1] = Span(merged[-1].first, max(merged[-1].last, span.last))
         else:
-            found.append(span)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)
 
 
 EVERY = Pairs()
@@ -347,7 +347,7 @@ def read(fn: MaskFunction) -> Pairs:
         Unreadable: symbols do not say.
     """
     with _Symbolic():
-        found = fn(Index("b"), Index("h"), Index("q"), Index("kv"))
-    if not isinstance(found, Pairs):
+        kept = fn(Index("b"), Index("h"), Index("q"), Index("kv"))
+    if not isinstance(kept, Pairs):
         raise Unreadable("it gives something else than a condition")
-    return found
+    return kept

@@ -55,14 +55,14 @@ class Report:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table, a row for each call."""
-        found: list[tuple[str, ...]] = []
+        lines: list[tuple[str, ...]] = []
         for layer in self.layers:
             p = layer.call.problem
             sizes = f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D}"
-            found.append(
+            lines.append(
                 (layer.name, layer.implementation, f"{layer.density:.2%}", sizes, layer.planned, layer.pattern)
             )
-        return found
+        return lines
 
     def __str__(self) -> str:
         rows = [("layer", "computed by", "density", "sizes", "planned", "pattern"), *self.rows()]
@@ -87,24 +87,24 @@ def explain(model: torch.nn.Module, inputs: Tensor | Mapping[str, Any]) -> Repor
     if not isinstance(inputs, (Tensor, Mapping)):
         raise ValueError(f"inputs must be a tensor or a dictionary of the model's arguments; got {describe(inputs)}")
     names = {id(module): name for name, module in model.named_modules()}
-    found: list[Layer] = []
+    layers: list[Layer] = []
 
     def listener(call: Call) -> None:
         shown = f"a mask of {tuple(call.pattern.shape)}" if isinstance(call.pattern, Tensor) else repr(call.pattern)
         shown += "".join(f", {name}" for name in ("key_starts", "key_lengths") if call.options.get(name) is not None)
         explanation = explain_call(*call.tensors, call.pattern, **call.options)
         name = names.get(id(call.module), type(call.module).__name__)
-        found.append(Layer(name, shown, call.options.get("q_offset"), explanation, call.planned))
+        layers.append(Layer(name, shown, call.options.get("q_offset"), explanation, call.planned))
 
     with torch.no_grad(), _listening(listener):
         model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
-    if not found:
+    if not layers:
         used = getattr(getattr(model, "config", None), "_attn_implementation", None)
         raise ValueError(
             "model must compute its attention with gossamer: register(), then "
             f'model.set_attn_implementation("gossamer"); its implementation is {used!r}'
         )
-    return Report(tuple(found))
+    return Report(tuple(layers))
 
 
 @contextmanager

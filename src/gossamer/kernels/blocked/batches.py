@@ -242,12 +242,12 @@ def _masked(mask: np.ndarray, everything: int) -> tuple[tuple[int, int, Tensor],
     """The runs of slots in which any row has a partial tile, with the mask of each row there."""
     partial = np.concatenate([[False], (mask >= 0).any(0), [False]])
     edges = np.flatnonzero(partial[1:] != partial[:-1])
-    found = []
+    masked = []
     for s, z in edges.reshape(-1, 2).tolist():
         ids: np.ndarray = np.where(mask[:, s:z] < 0, everything, mask[:, s:z])
         ids = ids[:1] if (ids == ids[:1]).all() else ids
-        found.append((s, z, torch.from_numpy(np.ascontiguousarray(ids))))
-    return tuple(found)
+        masked.append((s, z, torch.from_numpy(np.ascontiguousarray(ids))))
+    return tuple(masked)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -120,7 +120,7 @@ class FlashPlan:
             for part in self.parts:
                 batch = slice(max(at, part.batch.start), min(end, part.batch.stop))
                 if batch.start < batch.stop:
-                    blocks = tuple(found for x in part.blocks for found in clipped(x, length))
+                    blocks = tuple(block for x in part.blocks for block in clipped(x, length))
                     lo, hi = part.intervals
                     yield Part(batch, part.heads, blocks, Intervals(lo, np.minimum(hi, length)))
             at = end
@@ -218,13 +218,13 @@ class FlashPlan:
         lo, hi = x.bounds
         width = int(hi.max())
         key = lo.tobytes(), hi.tobytes(), width
-        found = self._masks.get(key)
-        if found is None:
+        mask = self._masks.get(key)
+        if mask is None:
             j, dtype = np.arange(width), np.float64 if self.problem.dtype == "float64" else np.float32
             kept = (j >= lo[:, None]) & (j < hi[:, None])
-            found = torch.from_numpy(np.where(kept, 0.0, -np.inf).astype(dtype))[None, None]
-            self._masks[key] = found
-        return found if width == x.keys else found[..., : x.keys]
+            mask = torch.from_numpy(np.where(kept, 0.0, -np.inf).astype(dtype))[None, None]
+            self._masks[key] = mask
+        return mask if width == x.keys else mask[..., : x.keys]
 
 
 def _between(intervals: Intervals) -> bool:
@@ -267,8 +267,8 @@ def plan_of(layout: BlockLayout, problem: Problem, direction: Direction, feature
     p = problem
     key = (p.B, p.H, p.G, direction, features, p.dtype == "float64")
     make = partial(plan_flash, layout, problem, direction == "backward", features)
-    (found,) = _plans.of(layout).get_or_make(key, lambda: (make(),))
-    return found
+    (plan,) = _plans.of(layout).get_or_make(key, lambda: (make(),))
+    return plan
 
 
 def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: int) -> FlashPlan | None:
@@ -277,8 +277,8 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
     Args:
         features: of the arrays that the calls read.
     """
-    found = intervals_of(layout)
-    if found is None:
+    intervals = intervals_of(layout)
+    if intervals is None:
         return None
     (bl, hl), p = layout.rows.lead, problem
     parts, computed = [], 0
@@ -287,8 +287,8 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
         h = 0
         while h < hl:
             end = h + 1
-            mine = found[b * hl + h]
-            while end < hl and all((x == y).all() for x, y in zip(mine, found[b * hl + end], strict=True)):
+            mine = intervals[b * hl + h]
+            while end < hl and all((x == y).all() for x, y in zip(mine, intervals[b * hl + end], strict=True)):
                 end += 1
             heads = (batch.stop - batch.start) * (end - h if hl > 1 else p.H)
             blocks = blocks_of(mine, backward, heads)
@@ -314,13 +314,13 @@ def forward(plan: FlashPlan, terms: Terms, q: Tensor, k: Tensor, v: Tensor) -> t
         out = (q.new_zeros if schedule.empty else q.new_empty)(p.B, p.H, p.Q, plan.features)
         lse = q.new_empty((p.B, p.H, p.Q), dtype=plan.wide)
         for call in schedule.calls:
-            found, sums = flash(
+            rows_out, sums = flash(
                 call.q.of(q), call.k.of(k), call.k.of(v), 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
             )
             rows, row_sums = call.q.of(out), call.lse.of(lse)
             if call.again:
-                found, sums = combined(rows, row_sums, found, sums)
-            rows.copy_(found)
+                rows_out, sums = combined(rows, row_sums, rows_out, sums)
+            rows.copy_(rows_out)
             row_sums.copy_(sums)
         for batch, heads, none in schedule.empty:
             lse[batch, heads].masked_fill_(none, -torch.inf)
@@ -391,21 +391,21 @@ def backward(
     if (there := schedule.attended) is not None:
         dout, q, k, v = there.of_rows(dout), there.of_rows(q), there.of_keys(k), there.of_keys(v)
     given = operands(dout, dlse, q, k, v, out, lse, S, bool(schedule.empty))
-    found: tuple[Tensor, ...] = ()
+    padded: tuple[Tensor, ...] = ()
     if schedule.whole is not None and schedule.whole.keys == p.K:
         dq, dk, dv = (x.contiguous() for x in _gradients(schedule.whole, terms.scale, *given))
-        found = dq.view(p.B, p.H, p.Q, S), dk.view(p.B, p.G, p.K, S), dv.view(p.B, p.G, p.K, S)
-    if not found:
+        padded = dq.view(p.B, p.H, p.Q, S), dk.view(p.B, p.G, p.K, S), dv.view(p.B, p.G, p.K, S)
+    if not padded:
         made, like = (given.q.new_zeros if schedule.empty else given.q.new_empty), given.k
-        found = made(p.B, p.H, p.Q, S), like.new_zeros(p.B, p.G, p.K, S), like.new_zeros(p.B, p.G, p.K, S)
-        dq, *others = found
+        padded = made(p.B, p.H, p.Q, S), like.new_zeros(p.B, p.G, p.K, S), like.new_zeros(p.B, p.G, p.K, S)
+        dq, *others = padded
         for call in schedule.calls:
             mine, *shares = _gradients(call, terms.scale, *given)
             rows = call.q.of(dq)
             rows.add_(mine) if call.again else rows.copy_(mine)
             for x, share in zip(others, shares, strict=True):
                 _add(call, x, share)
-    of = zip(found, (q, k, v), strict=True)
+    of = zip(padded, (q, k, v), strict=True)
     gradients = tuple(_like(x, y) for x, y in of)
     if terms.sink_logits is None:
         return gradients

@@ -48,14 +48,14 @@ class TilePlan:
         """Made once for each piece while all are small together."""
         if not piece.masks:
             return Bias()
-        found = self._kept.get(id(piece))
-        if found is None:
-            found = self._bias(piece)
-            assert found.scores is not None
-            if found.scores.nbytes <= self._room:
-                self._room -= found.scores.nbytes
-                self._kept[id(piece)] = found
-        return found
+        bias = self._kept.get(id(piece))
+        if bias is None:
+            bias = self._bias(piece)
+            assert bias.scores is not None
+            if bias.scores.nbytes <= self._room:
+                self._room -= bias.scores.nbytes
+                self._kept[id(piece)] = bias
+        return bias
 
     def _bias(self, piece: Piece) -> Bias:
         n = max(len(ids) for _, _, ids in piece.masks)
@@ -87,11 +87,11 @@ def _plan(layout: BlockLayout, problem: Problem) -> TilePlan:
 def _queries(plan: TilePlan, x: Tensor, padding: float = 0.0) -> Tiled:
     """(B, H, Q, features) in tiles, each with the rows of all heads of a group."""
     T, edge = plan.batches.query_tiles, plan.block_q
-    found = tile(x, T, edge, padding)
+    tiled = tile(x, T, edge, padding)
     if plan.group == 1:
-        return found
+        return tiled
     size = x.shape[-1]
-    flat = found.flat.view(-1, plan.group, T, edge, size).transpose(1, 2).reshape(-1, plan.group * edge, size)
+    flat = tiled.flat.view(-1, plan.group, T, edge, size).transpose(1, 2).reshape(-1, plan.group * edge, size)
     return Tiled(flat, plan.heads, T, plan.group * edge)
 
 
@@ -121,13 +121,13 @@ def forward(plan: TilePlan, problem: Problem, terms: Terms, q: Tensor, k: Tensor
             for piece in batch.pieces:
                 keys, values = (_piece(plan, x, batch, piece, where, scratch, n) for x, n in ((kt, "k"), (vt, "v")))
                 bias = plan.bias(piece)
-                found, sums = flash(rows, keys, values, 0.0, False, attn_mask=bias.scores, scale=terms.scale)
+                tile_out, sums = flash(rows, keys, values, 0.0, False, attn_mask=bias.scores, scale=terms.scale)
                 if bias.empty is not None:
                     sums = sums.masked_fill(bias.empty, -torch.inf)
-                result = (found, sums) if result is None else combined(*result, found, sums)
+                result = (tile_out, sums) if result is None else combined(*result, tile_out, sums)
             assert result is not None, "a batch has at least one piece"
-            found, sums = result
-            store(out, batch, where, found.reshape(batch.n, qt.edge, S))
+            tile_out, sums = result
+            store(out, batch, where, tile_out.reshape(batch.n, qt.edge, S))
             store(lse, batch, where, sums.reshape(batch.n, qt.edge, 1))
     sums = _untiled(plan, lse, problem).squeeze(-1).contiguous()
     return finished(_untiled(plan, out, problem)[..., : problem.E], sums, terms.sink_logits, dtype)

@@ -98,10 +98,10 @@ def backward(
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
         dq = _put(dq, _weighted_sums(ks[at.keys], lists.keys, lists.sums, ds), at.rows, len(qs))
-        found = _weighted_sums(douts[at.rows], turned.rows, turned.sums, weights.index_select(0, turned.edges))
-        dv = _put(dv, found, at.keys, len(vs), part.again)
-        found = _weighted_sums(qs[at.rows], turned.rows, turned.sums, ds.index_select(0, turned.edges))
-        dk = _put(dk, found, at.keys, len(ks), part.again)
+        key_sums = _weighted_sums(douts[at.rows], turned.rows, turned.sums, weights.index_select(0, turned.edges))
+        dv = _put(dv, key_sums, at.keys, len(vs), part.again)
+        key_sums = _weighted_sums(qs[at.rows], turned.rows, turned.sums, ds.index_select(0, turned.edges))
+        dk = _put(dk, key_sums, at.keys, len(ks), part.again)
     assert dq is not None and dk is not None and dv is not None, "there is a part"
     gradients = tuple(dx.to(x.dtype).view(x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
     return gradients if terms.sink_logits is None else (*gradients, sink_gradient(delta, lse, terms.sink_logits))
@@ -147,16 +147,16 @@ def _rows_of_heads(x: Tensor, p: Problem) -> Tensor:
     return x.repeat_interleave(p.Q).repeat(p.B)
 
 
-def _put(whole: Tensor | None, found: Tensor, at: slice, size: int, add: bool = False) -> Tensor:
+def _put(whole: Tensor | None, part: Tensor, at: slice, size: int, add: bool = False) -> Tensor:
     """Results of all parts (size, features), with those of one at its place; of one part alone, its own."""
     if whole is None:
-        if len(found) == size:
-            return found
-        whole = found.new_empty(size, found.shape[1])
+        if len(part) == size:
+            return part
+        whole = part.new_empty(size, part.shape[1])
     if add:
-        whole[at].add_(found)
+        whole[at].add_(part)
     else:
-        whole[at].copy_(found)
+        whole[at].copy_(part)
     return whole
 
 
@@ -214,8 +214,8 @@ def _sampled(lists: Lists, a: Tensor, b: Tensor, scale: float, added: Tensor) ->
 def _weighted_sums(table: Tensor, places: Tensor, sums: Sums, weights: Tensor) -> Tensor:
     """The sum of the table's rows that each list names, times their weights."""
     bag = torch.ops.aten._embedding_bag_forward_only.default
-    found, *_ = bag(table, places, sums.ends, False, 0, False, weights, True)
-    return sums.whole(found)
+    run_sums, *_ = bag(table, places, sums.ends, False, 0, False, weights, True)
+    return sums.whole(run_sums)
 
 
 def _row_sums(sums: Sums, weights: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ class Sums(NamedTuple):
     others: Tensor | None  # int64: the runs that are not the first of their row
     row: Tensor | None  # int64: their rows
 
-    def whole(self, found: Tensor) -> Tensor:
+    def whole(self, run_sums: Tensor) -> Tensor:
         """The sums of rows (rows, ...) from those of runs (runs, ...)."""
         if self.first is None or self.others is None or self.row is None:
-            return found
-        return found.index_select(0, self.first).index_add_(0, self.row, found.index_select(0, self.others))
+            return run_sums
+        return run_sums.index_select(0, self.first).index_add_(0, self.row, run_sums.index_select(0, self.others))
 
 
 class Transposed(NamedTuple):

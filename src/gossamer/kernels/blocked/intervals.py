@@ -139,26 +139,26 @@ def blocks_of(intervals: Intervals, backward: bool, heads: int) -> list[Blocks] 
         heads: that they are computed for, over all batch elements: for few small ones, one masked block is.
     """
     lo, hi = intervals
-    found: list[Blocks] = []
+    alike: list[Blocks] = []
     longest = 1 + len(lo) // 16
     for run in _runs(lo, hi):
         for blocks in _blocks_of_run(run, ROWS_OF_BACKWARD if backward else ROWS_OF_FORWARD):
-            joined = _joined(found[-1], blocks) if found else None
+            joined = _joined(alike[-1], blocks) if alike else None
             if joined is not None:
-                found[-1] = joined
+                alike[-1] = joined
             else:
-                found.append(blocks)
-        if len(found) > longest:
-            found = []
+                alike.append(blocks)
+        if len(alike) > longest:
+            alike = []
             break
     some = hi > lo
-    if len(found) != 1 and some.any():
+    if len(alike) != 1 and some.any():
         first, end = int(lo[some].min()), int(hi.max())
-        computed = sum(x.pairs for x in found) if found else 0
-        if heads * (len(lo) * (end - first) - computed) <= (max(len(found), 2) - 1) * PAIRS_OF_CALL:
+        computed = sum(x.pairs for x in alike) if alike else 0
+        if heads * (len(lo) * (end - first) - computed) <= (max(len(alike), 2) - 1) * PAIRS_OF_CALL:
             bounds = (lo - first).clip(0), (hi - first).clip(0)
             return [Blocks(0, len(lo), first, end - first, bounds=bounds)]
-    return found if found or not some.any() else None
+    return alike if alike or not some.any() else None
 
 
 class _Run(NamedTuple):

@@ -169,11 +169,11 @@ def count_kernel(
     of_nothing = counts + (KINDS * (programs // groups) + head).to(tl.int64) * C + c
     tl.store(of_nothing, tl.zeros((COLUMNS,), dtype=tl.int32), mask=c < C)
     for kind in tl.static_range(KINDS):
-        found = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+        counted = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for t0 in range(0, T, ROWS):
             t = t0 + tl.arange(0, ROWS)
-            found += _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, KEPT)
-        number = tl.sum(found, 0)
+            counted += _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, KEPT)
+        number = tl.sum(counted, 0)
         lists = (programs // groups).to(tl.int64) * C
         tl.store(counts + kind * lists + head.to(tl.int64) * C + c, number, mask=c < C)
         tl.store(sums + kind * programs + at, tl.sum(number, 0))
@@ -201,7 +201,7 @@ def place_kernel(
         tl.store(starts + place, start, mask=c < C)
         for t0 in range(0, T, ROWS):
             t = t0 + tl.arange(0, ROWS)
-            found = _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, KEPT)
-            to = start[None, :] + tl.cumsum(found, 0) - 1
-            tl.store(indices + to, tl.broadcast_to(t[:, None], (ROWS, COLUMNS)), mask=found > 0)
-            start += tl.sum(found, 0)
+            placed = _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, KEPT)
+            to = start[None, :] + tl.cumsum(placed, 0) - 1
+            tl.store(indices + to, tl.broadcast_to(t[:, None], (ROWS, COLUMNS)), mask=placed > 0)
+            start += tl.sum(placed, 0)

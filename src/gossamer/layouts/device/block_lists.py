@@ -247,8 +247,8 @@ def _columns(codes: Array, tiles: _Tiles, bounds: Bounds | None, xp: Arrays) -> 
             full = inside if full is None else full & inside
         if full is not None:
             code = xp.where(full, code, code + lists)
-    found = xp.stable_sort(xp.fill(code, codes >= 2 * C, kinds * lists).reshape(-1))
-    edges = xp.searchsorted(found.values, xp.arange(kinds * lists + 1, codes))
+    ordered = xp.stable_sort(xp.fill(code, codes >= 2 * C, kinds * lists).reshape(-1))
+    edges = xp.searchsorted(ordered.values, xp.arange(kinds * lists + 1, codes))
     shape = (kinds, Bl, Hl, C)
     starts, counts = edges[:-1].reshape(shape), (edges[1:] - edges[:-1]).reshape(shape)
-    return _Listed(list(starts), list(counts), xp.int32(found.places // n % T))
+    return _Listed(list(starts), list(counts), xp.int32(ordered.places // n % T))

@@ -140,10 +140,16 @@ def _columns(keys: Array, K: int, xp: Arrays) -> GatherWalk:
     Bl, Hl, Q, n = keys.shape
     lists = Bl * Hl * K
     code = keys + (xp.arange(Bl * Hl, keys) * K).reshape(Bl, Hl, 1, 1)
-    found = xp.stable_sort(xp.fill(code, keys == K, lists).reshape(-1))
-    edges = xp.searchsorted(found.values, xp.arange(lists + 1, keys))
+    ordered = xp.stable_sort(xp.fill(code, keys == K, lists).reshape(-1))
+    edges = xp.searchsorted(ordered.values, xp.arange(lists + 1, keys))
     starts, counts = edges[:-1], edges[1:] - edges[:-1]
     shape = (Bl, Hl, K)
     return GatherWalk(
-        K, Q, 1, starts.reshape(shape), counts.reshape(shape), xp.int32(found.places // n % Q), xp.full((0, 1), 0, keys)
+        K,
+        Q,
+        1,
+        starts.reshape(shape),
+        counts.reshape(shape),
+        xp.int32(ordered.places // n % Q),
+        xp.full((0, 1), 0, keys),
     )

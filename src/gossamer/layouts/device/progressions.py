@@ -157,15 +157,15 @@ def _bits(
     row = (tile // C)[..., None] * block_rows + xp.arange(block_rows, tile)  # (Bl, Hl, P, block_rows)
     column = (tile % C)[..., None] * (words * WORD) + xp.arange(words, tile) * WORD  # (Bl, Hl, P, words)
     at = row.reshape(Bl, Hl, P * block_rows)
-    found = None
+    bits = None
     for one, whole in zip(union, tiles, strict=True):
         lo, hi = (xp.take(x.reshape(Bl, Hl, -1), at).reshape(Bl, Hl, P, block_rows, 1) for x in whole)
         kept = xp.bits_below(hi - column[..., None, :]) & ~xp.bits_below(lo - column[..., None, :])
         if one.step > 1:
             apart = row[..., None] + shift[..., None, None, None] - column[..., None, :]
             kept = kept & _every(one.step, apart % one.step, xp)
-        found = kept if found is None else found | kept
-    return found if xp.divides(block_rows, rows) else xp.fill(found, row[..., None] >= rows, 0)
+        bits = kept if bits is None else bits | kept
+    return bits if xp.divides(block_rows, rows) else xp.fill(bits, row[..., None] >= rows, 0)
 
 
 def _every(step: int, first: Array, xp: Arrays) -> Array:

@@ -98,10 +98,10 @@ def check_bounds(lo: Array | None, hi: Array | None, Bl: int, Hl: int, Q: int) -
     for name, x in (("lo", lo), ("hi", hi)):
         if x is None:
             continue
-        found = tuple(x.shape)
-        bl, hl, n = found if len(found) == 3 else (0, 0, 0)
+        shape = tuple(x.shape)
+        bl, hl, n = shape if len(shape) == 3 else (0, 0, 0)
         if bl not in (1, Bl) or hl not in (1, Hl) or n != Q:  # in no set, whose elements have to be known numbers
-            raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {found}")
+            raise ValueError(f"{name} must be of shape (1 or Bl, 1 or Hl, Q) = {(Bl, Hl, Q)}; got {shape}")
     if lo is not None and hi is not None and tuple(lo.shape) != tuple(hi.shape):
         raise ValueError(f"lo and hi must be of one shape; got {tuple(lo.shape)} and {tuple(hi.shape)}")
 
