@@ -54,7 +54,7 @@ class Memo(Generic[Value]):
     _every: ClassVar[WeakSet[Memo[Any]]] = WeakSet()
 
     def __init__(self, least: int | None = None, most: int | None = None, limit: float = BYTES) -> None:
-        """Of LEAST to MOST entries; where `least` is given alone, of as many."""
+        """A memo of LEAST to MOST entries; of `least` where that is given alone."""
         self.least = LEAST if least is None else least
         self.most = most or (MOST if least is None else least)
         self.limit = limit
@@ -72,7 +72,7 @@ class Memo(Generic[Value]):
         return key in self._entries
 
     def values(self) -> list[Value]:
-        """What is kept, the oldest first."""
+        """The kept values, the oldest first."""
         return [entry.value for entry in self._entries.values()]
 
     def get(self, key: Hashable) -> Value | None:

@@ -44,14 +44,14 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Source:
-    """Where the files of a version are, and what its rows call it."""
+    """The files of a version, and the name of its rows."""
 
     package: Path  # the folder `gossamer`
     label: str
 
     @property
     def name(self) -> str:
-        """Of its rows."""
+        """The name of its rows."""
         return f"gossamer at {self.label}"
 
 
@@ -123,7 +123,7 @@ def _check_out(commit: str, folder: Path) -> str:
 
 
 def name_among(names: Sequence[str], implementation: str | None) -> str | None:
-    """What a version whose implementations have these names calls one: as it is called now, or as before."""
+    """The name of an implementation in a version that has these names: its name now, or an older one."""
     if implementation in names:
         return implementation
     return next((old for old, new in RENAMED.items() if new == implementation), implementation)
@@ -146,7 +146,7 @@ class Version:
         return importlib.import_module(f"{self.name}.{module}")
 
     def named(self, implementation: str | None) -> str | None:
-        """What the version calls an implementation."""
+        """The name of an implementation in this version."""
         return name_among(self.load("plan.table").NAMES, implementation)
 
     def pattern(self, case: Case) -> Pattern:

@@ -72,7 +72,7 @@ class Oracle:
         return {"dk": dk, "dv": dv}
 
     def kept(self, b: int, h: int, rows: np.ndarray, keys: np.ndarray) -> Tensor:
-        """Which pairs of rows (R,) and keys (n,) the pattern keeps for one head, (R, n) bool, from `keep` alone."""
+        """The pairs of rows (R,) and keys (n,) that the pattern keeps for one head, (R, n) bool, from `keep` alone."""
         Q, K, q_offset = self.inputs.q.shape[2], self.inputs.k.shape[2], self.inputs.terms.q_offset
         one = self.inputs.pattern.at(*self._own(b, h))
         parts = np.array_split(rows, max(1, min(len(rows), len(rows) * len(keys) // 2**20)))
@@ -81,7 +81,7 @@ class Oracle:
             return torch.from_numpy(np.concatenate(list(kept))).to(self.inputs.q.device)
 
     def _own(self, b: int, h: int) -> tuple[int, int]:
-        """Where the pattern of a head is: heads and batch elements may share it."""
+        """The place of the pattern of a head: heads and batch elements may share it."""
         Bp, Hp = self.inputs.pattern.lead
         return (b if Bp > 1 else 0), (h if Hp > 1 else 0)
 

@@ -32,7 +32,7 @@ class Pair:
 
     @property
     def why_not(self) -> str:
-        """Why the two cannot be compared; empty where they can."""
+        """The reason for which the two cannot be compared; empty where they can."""
         for row in (self.now, self.before):
             if row.status != "ok":
                 return f"{row.implementation} {row.status}: {row.reason}"
@@ -48,7 +48,7 @@ class Pair:
 
 
 def pairs(rows: Iterable[Row], before: str) -> list[Pair]:
-    """Of the rows of one run of a case; `before` names the other version's."""
+    """The pairs of rows of one run of a case; `before` names the other version's."""
     rows = list(rows)
     return [
         Pair(now, old)

@@ -1,4 +1,4 @@
-"""What a peer is: a named implementation that prepares a call of a case, or refuses with its reason."""
+"""A peer: a named implementation that prepares a call of a case, or refuses with its reason."""
 
 from __future__ import annotations
 

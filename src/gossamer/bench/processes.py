@@ -73,7 +73,7 @@ def run_cases(
 
 
 def _answers(session: Session, children: Sequence[Child], wanted: str, limit_s: float) -> dict[Child, Any]:
-    """What each child answers; those that have ended, or do not answer in time, are missing."""
+    """The answer of each child; those that have ended, or do not answer in time, are missing."""
     answers: dict[Child, Any] = {}
     waiting = {child.pipe: child for child in children}
     deadline = time.monotonic() + limit_s

@@ -33,7 +33,7 @@ ROOM = 0.9  # of the free memory of a device, that calls timed in turns may take
 
 @dataclass
 class Session:
-    """What all rows of a run share; matrix-product rates are measured once a type."""
+    """The facts that all rows of a run share; matrix-product rates are measured once a type."""
 
     device: torch.device
     versions: dict[str, str]
@@ -269,7 +269,7 @@ def forward_call(prepared: Prepared, inputs: Inputs) -> Callable[[], tuple[Tenso
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """What the tensors hold."""
+    """The bytes of tensors."""
     return sum(x.numel() * x.element_size() for x in tensors)
 
 

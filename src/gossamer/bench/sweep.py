@@ -33,7 +33,7 @@ SAMPLED_ROWS = 14
 
 @dataclass
 class Sweep:
-    """What the cases of a sweep share: rows of peers that do not depend on the pattern, by name and size."""
+    """The rows that the cases of a sweep share: those of peers that do not depend on the pattern, by name and size."""
 
     session: Session
     kept: dict[tuple[object, ...], Row] = field(default_factory=dict)

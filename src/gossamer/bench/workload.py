@@ -1,4 +1,4 @@
-"""What is measured: a case of gossamer.testing in one type, as inputs on a device."""
+"""A workload: a case of gossamer.testing in one type, as inputs on a device."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def read_table(path: Path) -> tuple[tuple[float, float], ...]:
 
 
 def summary(work: Run, report: dict[str, Any]) -> Table:
-    """What was computed, and what a step takes."""
+    """A summary of the run, and the time of a step."""
     from rich.table import Table
 
     timing, s = report["timing"], work.settings

@@ -1,4 +1,4 @@
-"""What a command says when it cannot do what was asked: one line on standard error, and its exit code."""
+"""The message and the exit code of a command that fails: one line on standard error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refused(ValueError):
 
 
 class Failed(RuntimeError):
-    """What was asked went wrong on the way; the message is all that is shown, exit code 1."""
+    """A command failed on the way; the message is all that is shown, with exit code 1."""
 
 
 class Commands(TyperGroup):
@@ -100,7 +100,7 @@ def check_file(option: str, path: Path) -> None:
 
 
 def check_picture(option: str, path: Path, user: str) -> None:
-    """As `check_file`, of a picture that `user` (a command) will draw: a .png file, and matplotlib is there."""
+    """Check a picture file that `user` (a command) will draw: a .png file, and matplotlib is installed."""
     if path.suffix.lower() != ".png":
         raise Refused(f"{option} must name a .png file, got {shorten(repr(str(path)))}")
     need("matplotlib", user)
@@ -108,7 +108,7 @@ def check_picture(option: str, path: Path, user: str) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Why a file could not be written, in the system's words."""
+    """The reason for which a file could not be written, in the system's words."""
     if isinstance(error, FileExistsError):  # of `mkdir`, where a file stands in the place of the folder
         return os.strerror(errno.ENOTDIR)
     return error.strerror or str(error)

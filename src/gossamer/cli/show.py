@@ -105,7 +105,7 @@ def summary(pattern: Pattern, layout: BlockLayout, title: str) -> Table:
 
 
 def others(pattern: Pattern, layout: BlockLayout) -> list[tuple[str, str]]:
-    """Of tiles that are mostly empty: the plain patterns inside residue classes, or executed over kept when gathered.
+    """Lines about mostly empty tiles: the plain patterns inside residue classes, or executed over kept when gathered.
 
     A plan takes the first on any device and the second on a GPU, where they take less time.
     """
@@ -176,7 +176,7 @@ def _lines(title: str, width: float) -> list[str]:
 
 
 def _panels(lead: tuple[int, int]) -> list[tuple[int, int]]:
-    """Which (batch element, head) to draw: at most four, spread over all of them."""
+    """The (batch element, head) panels to draw: at most four, spread over all of them."""
     import numpy as np
 
     every = lead[0] * lead[1]
@@ -185,7 +185,7 @@ def _panels(lead: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def tile_counts(layout: BlockLayout, b: int, h: int, kind: str, each: tuple[int, int]) -> np.ndarray:
-    """How many listed tiles of a kind fall in each bin of `each` (rows, columns) tiles of the grid, never N x N."""
+    """The number of listed tiles of a kind in each bin of `each` (rows, columns) tiles of the grid, never N x N."""
     import numpy as np
 
     rows = layout.rows

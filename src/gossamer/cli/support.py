@@ -10,7 +10,7 @@ END = "<!-- end of the support table -->"
 
 
 def support_table() -> str:
-    """What each implementation supports, as a Markdown table with one column an implementation."""
+    """The table of what each implementation supports, in Markdown with one column an implementation."""
     from gossamer.plan.table import NAMES, load
 
     loaded = {name: load(name) for name in NAMES}

@@ -103,7 +103,7 @@ class Box:
 
     @property
     def cut_mpc_h(self) -> float:
-        """Where the short-range force ends."""
+        """The distance at which the short-range force ends."""
         return CUT * self.split_mpc_h
 
     @property

@@ -1,4 +1,4 @@
-"""What arguments are, in words, and whether their numbers can be looked at."""
+"""Descriptions of arguments for messages, and checks whether their numbers can be read."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _squared(c: Cosmology, log_a: Any) -> Array:
 
 
 class Growth(NamedTuple):
-    """How displacements grow, at scale factors of any shape: x = q + D psi_1 + D2 psi_2, with D = 1 today.
+    """The growth of displacements, at scale factors of any shape: x = q + D psi_1 + D2 psi_2, with D = 1 today.
 
     Attributes:
         D: the linear growth factor; the density's is the same.

@@ -101,7 +101,7 @@ def _grid() -> Array:
 
 
 def _variance(power: Array) -> Array:
-    """Of the density in spheres of 8 Mpc/h, for the power at `_grid`."""
+    """The variance of the density in spheres of 8 Mpc/h, for the power at `_grid`."""
     k = _grid()
     x = RADIUS_MPC_H * k
     series = 1 - x**2 / 10 + x**4 / 280  # where the difference would lose digits

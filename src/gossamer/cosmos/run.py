@@ -29,7 +29,7 @@ SHOWN = 4  # times in the panel, and of power spectra
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a run."""
+    """The settings that decide the numbers of a run."""
 
     size_mpc_h: float
     particles: int
@@ -140,7 +140,7 @@ class Run:
             save(state, self.box, self.cosmology, self.snapshot(step))
 
     def evolve(self, progress: Callable[[int], None], tell: Callable[[str], None]) -> State:
-        """All steps that are left. A step is a call of its own, so that it has the same bits wherever one begins."""
+        """Run all steps that are left. A step is a call of its own: it has the same bits wherever a run begins."""
         first, state = self.begin(tell)
         progress(first)
         times = self.settings.scale_factors

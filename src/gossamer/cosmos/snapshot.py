@@ -32,7 +32,7 @@ DARK = 1  # "PartType1"
 
 
 class Snapshot(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     state: State
     box: Box

@@ -66,7 +66,7 @@ def _scale_factors(given: Any, state: State) -> Array:
 
 
 class Factors(NamedTuple):
-    """What a step multiplies by, of each step."""
+    """The factors of each step."""
 
     drift: Array  # of momenta in km/s to Mpc/h, to the middle
     kick: Array  # of the force in Mpc/h to km/s
@@ -75,7 +75,7 @@ class Factors(NamedTuple):
 
 
 def factors(cosmology: Cosmology, a: Array) -> Factors:
-    """Of the steps between scale factors (n,)."""
+    """The factors of the steps between scale factors (n,)."""
     start, end = a[:-1], a[1:]
     middle = (start + end) / 2
     first, half, last = growth(cosmology, start), growth(cosmology, middle), growth(cosmology, end)

@@ -1,4 +1,4 @@
-"""What a step takes by pairs within the cut, and by all pairs."""
+"""The time of a step by pairs within the cut, and by all pairs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ VECTOR = 8  # numbers of 16 bits in 16 bytes
 
 
 class Landing(Opaque):
-    """Where the tiles of one warp land that it clears rows of. `barrier`: in shared memory."""
+    """The memory in which the tiles of one warp land that it clears rows of. `barrier`: in shared memory."""
 
     stages = 1
 
@@ -65,7 +65,7 @@ class Landing(Opaque):
 
 
 def landing_of(memory: Any, clears: bool) -> Landing | None:
-    """That of a kernel which `clears`, at its barrier `landed`."""
+    """The landing of a kernel which `clears`, at its barrier `landed`."""
     return Landing(memory.landed_full.data_ptr()) if clears else None
 
 

@@ -1,4 +1,4 @@
-"""What the roles of a kernel share: groups of values, rings, how an item is drawn, named barriers."""
+"""The parts that the roles of a kernel share: groups of values, rings, drawing an item, named barriers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Opaque:
 
 
 class Block(Opaque):
-    """What the roles of a block share. A kernel declares the names in a class of its own, and it takes no others.
+    """The memory and values that the roles of a block share. A kernel declares their names in a class of its own.
 
     Of what goes through a ring `x` is the ring, `s_x` its stages in shared memory, `arguments.x` a parameter.
     """

@@ -1,4 +1,4 @@
-"""What configurations of kernels share: the memory of the chip, and what is cleared. No compiler is imported."""
+"""The parts that configurations of kernels share: the memory of the chip, and clearing. No compiler is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MULTIPROCESSOR = 228 * 1024  # shared memory of a multiprocessor; each block tak
 
 
 def queries_of(heads: int) -> int:
-    """How many queries have their rows of so many heads in a tile of 64 rows: a power of two."""
+    """The number of queries whose rows of so many heads fill a tile of 64 rows: a power of two."""
     return 1 << ((64 // heads).bit_length() - 1)
 
 
@@ -22,7 +22,7 @@ def check_memory(config: Any) -> None:
 
 
 class Clears(IntEnum):
-    """What a kernel makes zero when it is loaded, beside keys past a length: nothing may come of what it holds.
+    """The tiles that a kernel zeroes as they are loaded, beside keys past a length: their content must not count.
 
     Each but the first has queries that keep nothing, in the backward.
     """

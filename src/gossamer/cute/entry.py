@@ -19,7 +19,7 @@ class Entry:
 
 
 def compiled(kernel: Any, *arguments: Any) -> Any:
-    """What the compiler makes of a kernel: a function of such arguments, on the current stream of who calls it."""
+    """The compiled kernel: a function of such arguments, on the current stream of its caller."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(kernel, *arguments, stream, options=OPTIONS)
 

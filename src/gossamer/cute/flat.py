@@ -20,7 +20,7 @@ ALIGNMENT = 16
 
 
 def compile_flat(entry: Entry, parameters: tuple[Parameter, ...]) -> Any:
-    """What the compiler makes of a kernel in this form; the roles of its parameters may be other than its own."""
+    """The compiled kernel in this form; the roles of its parameters may differ from its own."""
     flat = Flat(entry, parameters)
     return compiled(flat, *flat.arguments)
 

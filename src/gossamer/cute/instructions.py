@@ -67,7 +67,7 @@ def of_row(fragment: Any, r: int) -> list[int]:
 
 @cute.jit
 def convert_half(source: cute.Tensor, target: cute.Tensor, half: cutlass.Constexpr) -> None:
-    """As `convert`, into one half of the columns; the other half becomes zero."""
+    """Convert into one half of the columns, as `convert` does; the other half becomes zero."""
     packed = cute.recast_tensor(target, Int32)
     count = const_expr(cute.size(packed) // 2)
     for i in cutlass.range_constexpr(count):
@@ -100,7 +100,7 @@ def convert(source: cute.Tensor, target: cute.Tensor) -> None:
 
 @cute.jit
 def convert_rows(source: cute.Tensor, target: cute.Tensor, factor: cute.Tensor) -> None:
-    """As `convert`, of each row times its factor."""
+    """Convert each row times its factor, as `convert` does."""
     packed = cute.recast_tensor(target, Int32)
     for i in places(packed):
         scale = factor[i % ROWS]
@@ -202,7 +202,7 @@ def raise_reference(
 
 @cute.jit
 def shift_of(reference: Float32) -> Float32:
-    """What is taken from the powers of a row. Nothing kept yet: exp2(-inf - 0) is 0 where (-inf) - (-inf) is NaN."""
+    """The exponent to subtract from the powers of a row; 0 while nothing is kept, since (-inf) - (-inf) is NaN."""
     return Float32(0.0) if reference == -Float32.inf else reference
 
 

@@ -1,4 +1,4 @@
-"""What the arrays among a kernel's arguments are to it: read, written or added to, and of what strides.
+"""The roles of the arrays among a kernel's arguments: read, written or added to, and their strides.
 
 In the order of the call. Nothing here imports the compiler: an edge that passes flat memory and numbers in the place of
 arrays of any strides (`cute.flat`) reads it where there is none.

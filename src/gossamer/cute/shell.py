@@ -1,4 +1,4 @@
-"""What every persistent kernel does around its roles: shared memory, barriers, registers of a warpgroup, the launch."""
+"""The shell of persistent kernels around their roles: shared memory, barriers, registers of a warpgroup, the launch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Shell:
         raise NotImplementedError
 
     def block(self, arguments: Any, memory: Any) -> Block:
-        """What the roles of a block share."""
+        """The memory and values that the roles of a block share."""
         raise NotImplementedError
 
     def prepared(self, block: Any) -> Block:
@@ -114,11 +114,11 @@ class Shell:
             self.compute(block)
 
     def serve(self, block: Any, warp: Any) -> None:
-        """What a warp of the first warpgroup does."""
+        """Run a warp of the first warpgroup."""
         raise NotImplementedError
 
     def compute(self, block: Any) -> None:
-        """What the other warpgroups do."""
+        """Run the other warpgroups."""
         raise NotImplementedError
 
 

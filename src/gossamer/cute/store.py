@@ -74,7 +74,7 @@ class Kernel:
             return kernel
 
     def build(self, *key: Any) -> Any:
-        """What the compiler makes of a configuration; it is imported here."""
+        """The compiled kernel of a configuration; the compiler is imported here."""
         from gossamer.cute.entry import compiled
 
         entry = getattr(importlib.import_module(self.module), self.name)(*key)
@@ -87,7 +87,7 @@ class Kernel:
         return compile_flat(entry, tuple(p._replace(role=role) for p, role in zip(own, self.roles, strict=True)))
 
     def digest(self, *key: Any) -> str:
-        """Of all that the object file of a configuration depends on: its sources, the compiler, the form."""
+        """The digest of all that the object file of a configuration depends on: its sources, the compiler, the form."""
         # Another version in the same process has another package name, and the same kernels.
         return _digest(self.entry.partition(".")[2], self.sources, key if self.roles is None else (key, self.roles))
 

@@ -99,7 +99,7 @@ def partition(tma: Tma, shared: Any, rows: int, columns: int) -> tuple[Any, Any]
 
 
 def rows_of(tma: Tma) -> Any:
-    """How many rows a head has."""
+    """The number of rows of a head."""
     rows, *_ = tma.tensor.shape
     return rows[-1] if isinstance(rows, tuple) else rows
 

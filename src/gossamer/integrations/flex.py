@@ -39,7 +39,7 @@ def from_flex(
     H: int | None = None,
     device: Any = None,
 ) -> BlockLayout | Pattern:
-    """What FlexAttention attends to: a torch `BlockMask` as a numpy BlockLayout, a mask function as a Pattern.
+    """A mask of FlexAttention as gossamer's own: a torch `BlockMask` as a numpy BlockLayout, a function as a Pattern.
 
     Of a block mask, which is not kept, full blocks are taken as they are; its mask function is evaluated on the pairs
     of its partial blocks alone, some blocks at a time, on the mask's own device.

@@ -104,7 +104,7 @@ class FlexMask(Pattern):
 
 
 def mapped(function: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """What a function of transforms by vmap returns, on the CPU, wherever it is asked for.
+    """The result of a function of transforms by vmap, on the CPU, from wherever it is called.
 
     An operator of a compiled graph runs with vmap left out of the dispatcher; a thread of its own has the default.
     """
@@ -121,7 +121,7 @@ def mapped(function: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a mask function, or a transform of one, returns."""
+    """The result of a mask function, or of a transform of one."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -130,7 +130,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def device_of(mask_mod: MaskMod) -> torch.device:
-    """Where a mask function's tensors are, as far as they are seen: on a GPU if any is, else the CPU."""
+    """The device of a mask function's tensors, as far as they are seen: a GPU if any is on one, else the CPU."""
     waiting: list[Any] = [mask_mod]
     seen: set[int] = set()
     while waiting and len(seen) < MOST_SEEN:
@@ -145,7 +145,7 @@ def device_of(mask_mod: MaskMod) -> torch.device:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What a collection or an object holds, and what a function closes over, reads as globals or has as arguments."""
+    """The items of a collection or an object, and all that a function closes over, reads or has as arguments."""
     if isinstance(value, (tuple, list)):
         return list(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What an implementation computes: the values of a call's score terms, and each direction of a call as a launch.
+"""The contract of an implementation: the score terms of a call, and each direction of a call as a launch.
 
 Its limits and the problem that it is given are those of the plan (`plan/capability.py`, `plan/problem.py`).
 
@@ -41,7 +41,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(scoring: Scoring, vectors: Iterable[Any]) -> Terms:
-    """All score terms of a call."""
+    """The score terms of a call."""
     lengths, sinks, slopes = vectors
     return Terms(scoring.scale, scoring.q_offset, scoring.softcap, lengths, sinks, slopes, scoring.absolute)
 

@@ -1,4 +1,4 @@
-"""What launches ask of a GPU."""
+"""Facts of a GPU that launches depend on."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors it has."""
+    """The number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -40,7 +40,7 @@ VECTORS, NO_VECTORS = Vectors._fields, Vectors()
 
 
 class Operand(NamedTuple):
-    """What is known of an array without having it."""
+    """The type, shape, strides and alignment of an array, without the array."""
 
     dtype: str
     shape: Shape
@@ -176,7 +176,7 @@ class Builder:
     _last: list[tuple[str, str]] = field(default_factory=list)  # copies that are made when all else is done
 
     def __getitem__(self, name: str) -> Operand:
-        """What is known of an array."""
+        """The operand of an array."""
         return self._known[name] if name in self._known else self.operands[name]
 
     def __contains__(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which packages that kernels are written in are installed; nothing is imported to know it."""
+"""The installed packages in which kernels are written; nothing is imported to know it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Selection(NamedTuple):
 
 
 class Edge(Protocol):
-    """What the parts of a call ask of the framework that runs them."""
+    """The functions that the parts of a call need of the framework that runs them."""
 
     def plan(self, problem: Problem, backward: bool) -> Plan:
         """The plan of one part."""
@@ -230,7 +230,7 @@ class PartitionedCall:
         return self.b.view(f"{name}_heads", name, (1, B * heads, *rest), self.b[name].strides)
 
     def target(self, name: str, wanted: str, call: PartCall, more: bool) -> str:
-        """Where a part writes: the result itself, or memory to be combined with it or to be copied."""
+        """The memory that a part writes: the result itself, or memory to be combined with it or to be copied."""
         known, dtype = self.b[wanted], self.problem.dtype
         able = call.selected.implementation.capability.float32_results
         if not more and (known.dtype == dtype or able):

@@ -23,14 +23,14 @@ from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Grou
 
 
 class Pointer(NamedTuple):
-    """What Triton compiles for of an array."""
+    """The facts of an array for which Triton compiles."""
 
     dtype: str
     aligned: bool
 
 
 class Blocks(NamedTuple):
-    """The same of a tensor descriptor."""
+    """The facts of a tensor descriptor for which Triton compiles."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """How a kernel is launched: the key of its step."""
+    """The launch of a kernel: the key of its step."""
 
     grid: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
@@ -190,7 +190,7 @@ def compiled_for(function: Any, signature: Iterable[Any], options: Mapping[str, 
 
 
 def launcher(function: Any, programs: Programs) -> Callable[..., None]:
-    """What runs a kernel on the current stream, with all its arguments in order."""
+    """The function that runs a kernel on the current stream, with all its arguments in order."""
     grid, options = programs.grid, dict(programs.options)
     if knobs.runtime.interpret:
         return lambda *arguments: function[grid](*map(_with_names, programs.signature, arguments), **options)

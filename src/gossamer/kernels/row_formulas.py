@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Attended(NamedTuple):
-    """What the kept pairs of a call read: the rest is cleared, where it would meet a 0. None: everything is read."""
+    """The rows that the kept pairs of a call read: the rest is cleared, where it would meet a 0. None: all are read."""
 
     rows: Tensor | None  # broadcasts to (B, H, Q, 1) bool: queries that keep anything
     keys: Tensor | None  # broadcasts to (B, G, K, 1) bool: keys that any query of the group keeps

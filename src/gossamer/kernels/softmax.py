@@ -25,7 +25,7 @@ def head_slope(slopes, i_b, i_h, H, ALIBI: tl.constexpr):
 
 @triton.jit
 def end_of_keys(lengths, i_b, K, LENGTHS: tl.constexpr):
-    """Where the keys of a batch element end, of a length of any integer type."""
+    """The end of the keys of a batch element, of a length of any integer type."""
     end = K
     if LENGTHS:
         end = tl.maximum(tl.minimum(tl.load(lengths + i_b), K), 0).to(tl.int32)

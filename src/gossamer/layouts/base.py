@@ -1,4 +1,4 @@
-"""What the layouts have in common: walks of numpy arrays or torch tensors, their copies on devices, their transpose.
+"""The parts that layouts share: walks of numpy arrays or torch tensors, their copies on devices, their transpose.
 
 Nothing here imports a framework before it is asked for tensors.
 """
@@ -72,7 +72,7 @@ W = TypeVar("W", bound=WalkArrays)
 
 @dataclass(frozen=True, eq=False)
 class Layout(Generic[W]):
-    """Which pairs of a (Q, K) score matrix to compute. `columns` is the transpose of `rows`, built on first use.
+    """The pairs of a (Q, K) score matrix to compute. `columns` is the transpose of `rows`, built on first use.
 
     `q_offset` is the position of row 0 by which pairs were told: an int, a 0-d tensor, "of each sequence" where they
     have positions of their own, or None where nothing says it. Only `alibi_slopes` read it.
@@ -90,7 +90,7 @@ class Layout(Generic[W]):
         """The transpose of a walk of numpy arrays."""
 
     def at_offset(self, q_offset: Any) -> Self:
-        """The same pairs, told by another position of row 0."""
+        """The same layout with another position of row 0."""
         return replace(self, _copies={}, q_offset=q_offset)
 
     def __and__(self, other: Any) -> NoReturn:

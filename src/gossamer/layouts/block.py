@@ -15,7 +15,7 @@ from gossamer.layouts.walk import Walk, expand
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout(Layout[Walk]):
-    """Which tiles of a (Q, K) score matrix to compute, and which pairs in them.
+    """The tiles of a (Q, K) score matrix to compute, and the pairs in them.
 
     `rows` walks query tiles (block_q) over key tiles (block_kv). `columns` is its transpose, built on first use.
 

@@ -29,7 +29,7 @@ LONGEST_ITEM = 1024
 
 
 def queries_of(heads: int) -> int:
-    """How many queries have the rows of so many heads in a tile of 64 rows: a power of two.
+    """The number of queries whose rows of so many heads fill a tile of 64 rows: a power of two.
 
     Raises:
         ValueError: heads have more rows.
@@ -137,7 +137,7 @@ class GatherStats:
 
 @dataclass(frozen=True, eq=False)
 class GatherLayout(Layout[GatherWalk]):
-    """Which keys to gather for each group of queries. `columns` is the transpose, built on first use.
+    """The keys to gather for each group of queries. `columns` is the transpose, built on first use.
 
     `apart` says that no two lists of a walk share entries, so that all together are no longer than `indices`: where
     only a device knows the lists, their work is cut by that.

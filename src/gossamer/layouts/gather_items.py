@@ -19,7 +19,7 @@ class GatherItems(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many partial results there are."""
+        """The number of partial results."""
         return int(self.merges[:, COUNT].sum())
 
 

@@ -1,4 +1,4 @@
-"""Which rows and columns the pairs of a layout have: what the others hold, no result may depend on."""
+"""The rows and columns of a layout that have pairs: no result may depend on what the others hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT_ONCE = 2**24  # rows that are looked at together
 
 
 class Kept(NamedTuple):
-    """What a layout keeps of its rows and keys, of each (Bl, Hl)."""
+    """The rows and keys of a layout that have pairs, of each (Bl, Hl)."""
 
     first: np.ndarray  # (Bl, Hl, Q) int64: the first key of each row; K where it keeps none
     keys: np.ndarray  # (Bl, Hl, K) bool: those that any row keeps
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 
 def kept_of(layout: BlockLayout) -> Kept:
-    """What a layout keeps; one of tensors is read, from the host if it was built there.
+    """The rows and keys that a layout keeps; one of tensors is read, from the host if it was built there.
 
     Examples:
         >>> from gossamer.layouts.kept import kept_of

@@ -70,7 +70,7 @@ class _Tiles(NamedTuple):
 
 
 class _Transposed(NamedTuple):
-    """What is listed for one batch element and head: tiles by their kind, and intervals of queries."""
+    """The lists of one batch element and head: tiles by their kind, and intervals of queries."""
 
     tiles: dict[str, _Tiles]
     lo: np.ndarray

@@ -23,7 +23,7 @@ class WorkItems(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many partial results there are."""
+        """The number of partial results."""
         return int(self.merges[:, COUNT].sum())
 
 

@@ -46,7 +46,7 @@ OFFSETS_LISTED = 2**13
 
 
 class Above:
-    """What methods of patterns call and files above this one define: each gives its own when it is imported."""
+    """The functions of files above this one that methods of patterns call: each file gives its own when imported."""
 
     conjunction: Callable[[Pattern, Pattern], Pattern]
     union: Callable[[Pattern, Pattern], Pattern]
@@ -128,7 +128,7 @@ class Pattern(metaclass=_PatternMeta):
         """Kept or not, for int64 positions i and j, which may be anything; what is said of absent pairs is ignored."""
 
     def _key(self) -> tuple[Any, ...]:
-        """What makes two patterns of this class equal."""
+        """The value by which two patterns of this class are equal."""
         return tuple(getattr(self, name) for name in getattr(self, "__dataclass_fields__", ()))
 
     def _check(self, Q: int, K: int) -> None:
@@ -147,7 +147,7 @@ class Pattern(metaclass=_PatternMeta):
         return self
 
     def device_rule(self) -> Rule | None:
-        """Which keys a row sees by its position alone; None where more than that says it.
+        """The rule by which a row sees keys by its position alone; None where it depends on more.
 
         It is what `attention` reads of a pattern whose rows have positions that are known on the device alone.
         """
@@ -173,13 +173,13 @@ class Pattern(metaclass=_PatternMeta):
         return list(numbers), which[np.arange(B) % every_b][:, np.arange(H) % every_h]
 
     def lower(self, sizes: Sizes) -> Pattern:
-        """The same pattern in terms of simpler ones; itself when it is simple."""
+        """An equal pattern made of simpler ones; itself when it is simple."""
         return self
 
     # -- pairs --------------------------------------------------------------------------------------------------
 
     def keep(self, i: Any, j: Any, Q: int, K: int, q_offset: int | None = None) -> np.ndarray:
-        """Which pairs are kept, for integer arrays of positions i and j that broadcast against each other.
+        """The kept pairs, for integer arrays of positions i and j that broadcast against each other.
 
         Returns a boolean array of the broadcast shape, behind (Bp, Hp) when `lead` is not (1, 1). Keys outside
         [0, K) are never kept.
@@ -365,7 +365,7 @@ class Pattern(metaclass=_PatternMeta):
         return None
 
     def pairs_kept(self, sizes: Sizes) -> int | None:
-        """How many pairs are kept when a formula gives it; None to count by tiles."""
+        """The number of kept pairs by a formula; None to count by tiles."""
         interval = self.intervals(sizes)
         if interval is None:
             return None
@@ -398,7 +398,7 @@ class Offsets(Pattern):
         return _remembered_table(self, sizes)
 
     def _count(self, sizes: Sizes, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """How many offsets of [first, last] are kept."""
+        """The number of offsets in [first, last] that are kept."""
         least, counts = self._table(sizes)
         top = len(counts) - 1
         return counts[np.clip(last - least + 1, 0, top)] - counts[np.clip(first - least, 0, top)]

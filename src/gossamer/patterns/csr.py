@@ -270,7 +270,7 @@ def _listed(name: str, pattern: Any, Q: int, K: int, q_offset: int | None, most:
 
 
 def _instead(given: Any) -> str:
-    """What to use instead, where a batch of matrices or a list of edges was given for a matrix."""
+    """The hint for an error where a batch of matrices or a list of edges was given for a matrix."""
     shape = tuple(getattr(given, "shape", ()))
     if len(shape) == 3 and "sparse" in str(getattr(given, "layout", None)):
         return "; of a batch give PerBatch([CSR.from_torch(one) for one in tensor])"
@@ -324,7 +324,7 @@ def _numbers(places: np.ndarray) -> np.ndarray:
 
 
 def _listed_tiles(pattern: CSR, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each tile, where it is among those that are not empty, and whether it is."""
+    """(place among the tiles that are not empty, whether it is one) of each tile."""
     keys, wanted = _remembered_order(pattern, grid)[0], ti * grid.nk + tj
     if not len(keys):
         return np.zeros(len(ti), dtype=np.int64), np.zeros(len(ti), dtype=bool)

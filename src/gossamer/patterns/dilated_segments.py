@@ -117,7 +117,7 @@ class LongNet(Pattern):
         return 1, min(self.heads, math.lcm(*self.dilations))
 
     def branch(self, which: int, head: int) -> Pattern:
-        """What one head keeps of one branch."""
+        """The pairs that one head keeps of one branch."""
         which, head = integer("which", which, minimum=0), integer("head", head, minimum=0)
         if which >= len(self.segments):
             raise ValueError(f"which must be one of {len(self.segments)} branches, got {which}")

@@ -55,7 +55,7 @@ class Grid(NamedTuple):
         return first, np.minimum(first + self.block_kv, self.K)
 
     def area(self, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-        """How many pairs of each tile exist."""
+        """The number of pairs that exist in each tile."""
         r0, r1 = self.row_bounds(ti)
         c0, c1 = self.key_bounds(tj)
         return (r1 - r0) * (c1 - c0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Token:
-    """What equal patterns have in common: their handle, and one of them without a token, so that nothing is cyclic."""
+    """The value that equal patterns share: their handle, and one of them without a token, so that there is no cycle."""
 
     __slots__ = ("__weakref__", "handle", "pattern")
 
@@ -75,7 +75,7 @@ def _plain(value: Any) -> str | None:
 
 
 def token_of(handle: int) -> Token:
-    """What a handle stands for; holding it keeps the handle valid.
+    """The token of a handle; holding it keeps the handle valid.
 
     Raises:
         ValueError: no pattern with this handle is alive.
@@ -96,5 +96,5 @@ def pattern_of(handle: int) -> Pattern:
 
 
 def count() -> int:
-    """How many distinct patterns are alive."""
+    """The number of distinct patterns that are alive."""
     return len(_by_handle)

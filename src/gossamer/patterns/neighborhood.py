@@ -118,7 +118,7 @@ class Neighborhood(Pattern):
 
     @property
     def points(self) -> int:
-        """Of the whole grid."""
+        """The number of points of the grid."""
         return math.prod(self.shape)
 
     def _check(self, Q: int, K: int) -> None:

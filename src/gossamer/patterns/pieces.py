@@ -17,7 +17,7 @@ from gossamer.patterns.window import Local, Longformer, SlidingWindow
 
 
 class Piece(NamedTuple):
-    """What is kept inside each class modulo `dilation`, in the positions of the class; 1: the pattern as it is."""
+    """The pairs kept inside each class modulo `dilation`, in positions of the class; 1: the pattern itself."""
 
     pattern: Pattern
     dilation: int = 1

@@ -64,7 +64,7 @@ class Predicate(Pattern):
 
 
 def _hint(error: Exception) -> str:
-    """What may be wrong, for the end of a message."""
+    """A hint at what may be wrong, for the end of a message."""
     if isinstance(error, IndexError):
         return (
             "; positions may lie outside the sequence (with q_offset, and in tiles that reach past its end): clip "

@@ -52,7 +52,7 @@ class Reach(NamedTuple):
         return min(ends, default=None)
 
     def both(self, other: Reach) -> Reach:
-        """What both see."""
+        """The keys that both see."""
         return Reach(
             _least(self.left, other.left), _least(self.right, other.right),
             tuple(sorted({*self.blocks, *other.blocks})), _least(self.first, other.first),
@@ -95,7 +95,7 @@ class Reach(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What any of several reaches sees."""
+    """The union of several reaches."""
 
     reaches: tuple[Reach, ...] = (Reach(),)
 
@@ -114,11 +114,11 @@ class Rule(NamedTuple):
         return any(reach.right is None or reach.right > 0 for reach in self.reaches)
 
     def both(self, other: Rule) -> Rule | None:
-        """What both see; None where that takes too many reaches."""
+        """The keys that both see; None where that takes too many reaches."""
         return _rule(one.both(two) for one in self.reaches for two in other.reaches)
 
     def either(self, other: Rule) -> Rule | None:
-        """What either sees; None where that takes too many reaches."""
+        """The keys that either sees; None where that takes too many reaches."""
         return _rule([*self.reaches, *other.reaches])
 
 

@@ -39,7 +39,7 @@ class KeptTiles(NamedTuple):
 
 
 def count_pairs(pattern: Pattern, sizes: Sizes) -> int:
-    """How many pairs are kept, summed over the pattern's batch elements and heads."""
+    """The number of kept pairs, summed over the pattern's batch elements and heads."""
     grid = Grid(*sizes, 128, 128)
     parts, which = pattern.distinct()
     total = 0
@@ -56,7 +56,7 @@ def _count(pattern: Pattern, grid: Grid) -> int:
 
 
 def _pairs_in(tiles: KeptTiles, interval: Intervals | None, grid: Grid) -> int:
-    """How many pairs the tiles keep."""
+    """The number of pairs that the tiles keep."""
     full = tiles.kind == KIND_FULL
     total = int(grid.area(tiles.ti[full], tiles.tj[full]).sum())
     if interval is not None:
@@ -82,7 +82,7 @@ def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[in
 
 
 def kept_tiles(pattern: Pattern, grid: Grid) -> tuple[KeptTiles, Intervals | None]:
-    """All of them, of a pattern shared by heads, and the row intervals that its interval tiles refer to."""
+    """The tiles of a pattern shared by heads, and the row intervals that its interval tiles refer to."""
     pattern = pattern.lower(grid.sizes)
     part = _interval_part(pattern, grid.sizes)
     parts = list(_chunks(pattern, part, grid))
@@ -125,7 +125,7 @@ def _reduces(pattern: Pattern, part: Pattern, grid: Grid, ti: np.ndarray, tj: np
 
 
 def interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
-    """How many pairs of each tile lie in the row intervals."""
+    """The number of pairs of each tile in the row intervals."""
     lo, hi = interval
     overlap = np.zeros(len(ti), dtype=np.int64)
     step = max(1, ELEMENTS_AT_ONCE // grid.block_q)

@@ -70,7 +70,7 @@ class _Nodes(Pattern):
     tree: Tree
 
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each node, its place in a depth-first walk, and the end of its subtree there."""
+        """(place in a depth-first walk, end of the subtree there) of each node."""
         known = self.__dict__.get("_walk")
         if known is None:
             parents = self.tree.parents.tolist()

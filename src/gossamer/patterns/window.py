@@ -274,7 +274,7 @@ class GlobalTokens(Pattern):
 
 @lru_cache(maxsize=8)
 def _remembered_tiles(pattern: GlobalTokens, grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each tile row and each tile column: how many of its positions are global, and an id of which."""
+    """The number of global positions of each tile row and tile column, and an id of these positions."""
     rows = pattern.tokens - grid.q_offset
     rows = rows[(rows >= 0) & (rows < grid.Q)]
     return (*_members(rows, grid.block_q, grid.nq), *_members(pattern.tokens, grid.block_kv, grid.nk))

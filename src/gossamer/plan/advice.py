@@ -1,4 +1,4 @@
-"""What a call is estimated to take, by each way that it could be computed, and what would make it faster.
+"""Estimates of the time that each way to compute a call takes, and advice that would make it faster.
 
 Estimates are of the device's work alone, as the plan counts them: right to a third or so on a device that was measured,
 and for types that were; of others nothing is said but how they compare.
@@ -99,7 +99,7 @@ def advice(
     planned_again: Sequence[str],
     reordered: bool = False,
 ) -> tuple[str, ...]:
-    """What would make a call faster.
+    """Lines that say how a call would be faster.
 
     Args:
         pattern: None where tensors say what is attended.

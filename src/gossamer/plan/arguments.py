@@ -26,7 +26,7 @@ def most_offset(Q: int, K: int) -> int:
 
 
 def within_positions(Q: int, K: int) -> str:
-    """What a q_offset must be, for a message."""
+    """The values that a q_offset may have, for a message."""
     return f"be an integer up to 2**31 - 2**16 - max(Q, K) = {most_offset(Q, K)} in magnitude"
 
 
@@ -136,7 +136,7 @@ def check_ahead(pattern: Pattern | None, Q: int, K: int, q_offset: int, otherwis
 
 
 def instead(given: Any) -> str:
-    """What to give instead of something that is no pattern, for the end of a message; "" where nothing is known."""
+    """The hint at what to give instead of something that is no pattern, for the end of a message; "" without one."""
     if hasattr(given, "tocoo"):
         return "; CSR.from_scipy(matrix) takes a scipy sparse matrix"
     if isinstance(given, type) and issubclass(given, Pattern):

@@ -124,7 +124,7 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
 
 
 def _of_lists(p: Problem, c: Capability) -> list[str]:
-    """Why a capability does not cover lists that only a device knows."""
+    """The reasons for which a capability does not cover lists that only a device knows."""
     rows, heads = p.gather, f" of {p.gather_heads} heads" * (p.gather_heads > 1)
     if rows == p.gather_heads == 1:
         able = any(choice.block_q == 1 and choice.reads(p) for choice in c.gathers)
@@ -154,7 +154,7 @@ def _sm(sm: int | None) -> str:
 
 
 class Candidate(Protocol):
-    """What a plan asks of an implementation: `kernels.contract.Implementation` computes as well.
+    """The part of an implementation that a plan asks; `kernels.contract.Implementation` computes as well.
 
     `layout` says which form it reads: "dense" (a boolean tensor broadcastable to (B, H, Q, K), the oracle alone),
     "packed_mask" (a bit for each pair, (Bl, Hl, Q, 4 ceil(K / 128)) int32, or None for every pair) or "block"
@@ -167,7 +167,7 @@ class Candidate(Protocol):
     layout: Literal["dense", "packed_mask", "block"]
 
     def unavailable(self) -> list[str]:
-        """Why it cannot run here at all (a failed import, no compiler); empty when it can."""
+        """The reasons for which it cannot run on this machine (a failed import, no compiler); empty when it can."""
 
     def tile(self, problem: Problem) -> tuple[int, int]:
         """(block_q, block_kv) of the layout it wants."""

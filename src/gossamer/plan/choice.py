@@ -1,4 +1,4 @@
-"""What each layout of a pattern takes, and which takes the least: by counted work and measured costs, none is built."""
+"""The time of each layout of a pattern by counted work and measured costs, and the cheapest; no layout is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Machine(NamedTuple):
     gathers_from: float = 0.0  # of the best tile for each useful pair, from which on gather layouts are counted
 
     def time(self, total: float, chain: float, split: bool) -> float:
-        """Of all rows, or of the longest one alone where that takes more.
+        """The time of all rows, or of the longest one alone where that takes more.
 
         Args:
             total: of all rows of one copy; chain: of the longest; split: whether parts of rows are combined.
@@ -132,7 +132,7 @@ def cheapest(
     q_offset: int,
     machine: Machine = ANY_MACHINE,
 ) -> int:
-    """Which option takes the least, by `costs`: an index into the tiles, and after them the gather layouts."""
+    """The option that takes the least by `costs`: an index into the tiles, then the gather layouts."""
     if len(tiles) == 1 and (not gathers or pattern.keeps_intervals(pattern._sizes(Q, K, q_offset))):
         return 0
     seconds = costs(pattern, Q, K, tiles=tiles, gathers=gathers, q_offset=q_offset, machine=machine)
@@ -140,7 +140,7 @@ def cheapest(
 
 
 class Chosen(NamedTuple):
-    """Which implementation computes a call, and what it reads."""
+    """The implementation that computes a call, and the layout that it reads."""
 
     implementation: Candidate
     form: Literal["dense", "packed_mask", "block", "gather"]

@@ -1,4 +1,4 @@
-"""What work takes on a device, in seconds and bytes a second, from one file a device in `devices/`.
+"""The costs of work on a device, in seconds and bytes a second, from one file a device in `devices/`.
 
 Each number has its source there, and `benchmarks/measure_costs.py` writes them. A GPU without a file of its compute
 capability takes the nearest one: its seconds are wrong there, and only how they compare counts.
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class File:
-    """What was measured on one device.
+    """The costs that were measured on one device.
 
     A cost without a number for a direction or a head size takes as much longer there than where it was measured as a
     pair of the implementation `scale` does, whose pairs were timed most often.
@@ -104,7 +104,7 @@ class GatherCosts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DeviceCosts:
-    """Of problems of one type, head size and direction. Seconds of the whole device, but for those of one processor."""
+    """The costs of problems of one type, head size and direction, in seconds of the device or of one processor."""
 
     file: File
     bits: int
@@ -120,7 +120,7 @@ class DeviceCosts:
         return next(row.value for row in self.file.costs if row.of == DEVICE and row.cost == cost)
 
     def tile(self, name: str, block_q: int, block_kv: int) -> TileCosts:
-        """Of an implementation's tile; one that nobody measured is taken to be as fast as the file's `scale`."""
+        """The cost of an implementation's tile; one that was not measured counts as fast as the file's `scale`."""
         names = f"{name} {block_q} x {block_kv}", name, ANY, self.file.scale[str(self.bits)]
         pair, bits, row = (self._whole(names, cost) for cost in ("pair", "bits", "row"))
         step = 0.0
@@ -133,7 +133,7 @@ class DeviceCosts:
         return any(row.of == name or row.of.startswith(f"{name} ") for row in self.file.costs)
 
     def gather(self, name: str, choice: GatherChoice) -> GatherCosts:
-        """Of a gather layout; the pairs of groups of one row are their columns.
+        """The cost of a gather layout; the pairs of groups of one row are their columns.
 
         Those of `hopper` are taken to be as fast as Triton's.
         """
@@ -144,7 +144,7 @@ class DeviceCosts:
 
     @property
     def gathers_from(self) -> float:
-        """What the best tile takes for each useful pair, from which on gather layouts are counted."""
+        """The seconds a useful pair of the best tile from which on gather layouts are counted."""
         return self._whole((ANY,), "gathers_from")
 
     def _whole(self, names: Iterable[str], cost: str) -> float:
@@ -172,7 +172,7 @@ def _nearest(rows: list[Cost], direction: str, head: int) -> Cost:
 
 
 def costs_of(problem: Problem) -> DeviceCosts:
-    """Of a problem's device, by its type, head size and direction."""
+    """The costs of a problem's device, for its type, head size and direction."""
     p = problem
     return _costs_of(p.device, p.sm or 0, p.processors, p.dtype, p.backward, max(p.D, p.E))
 

@@ -1,4 +1,4 @@
-"""What a layout would hold, counted on some of its rows: for choosing one without building any.
+"""The size of a layout, counted on some of its rows: for choosing one without building any.
 
 Windows of rows are spread evenly over the sequence; a short sequence is counted whole.
 """
@@ -21,7 +21,7 @@ WINDOWS = 12
 
 
 class TileWork(NamedTuple):
-    """Of all heads and batch elements that have lists of their own."""
+    """The work of all heads and batch elements that have lists of their own."""
 
     useful: float  # pairs kept
     executed: float  # existing pairs of the tiles that would be listed
@@ -32,7 +32,7 @@ class TileWork(NamedTuple):
 
 
 class GatherWork(NamedTuple):
-    """Of all heads and batch elements that have lists of their own."""
+    """The work of all heads and batch elements that have lists of their own."""
 
     columns: float  # listed, over all groups of rows
     executed: float  # pairs of the gathered tiles, padding included
@@ -73,7 +73,7 @@ class Sample:
         return self._pairs[part]
 
     def tiles(self, block_q: int, block_kv: int) -> TileWork:
-        """Of a block layout with these tiles."""
+        """The work of a block layout with these tiles."""
         grid = Grid(*self.sizes, block_q, block_kv)
         total, longest = np.zeros(4), 0
         for part, times in self.parts.items():
@@ -96,7 +96,7 @@ class Sample:
         return TileWork(useful, executed, bits, tiles, longest, grid.nq * sum(self.parts.values()))
 
     def gathers(self, block_q: int) -> GatherWork:
-        """Of a gather layout with groups of `block_q` rows."""
+        """The work of a gather layout with groups of `block_q` rows."""
         width, (Q, K, _) = WIDTHS[block_q], self.sizes
         columns = steps = longest = 0
         for part, times in self.parts.items():

@@ -1,4 +1,4 @@
-"""Which calls compute a call: one, or several over strided views of its tensors, whichever takes less by counted work.
+"""The calls that compute a call: one, or several over strided views of its tensors, whichever counts less work.
 
 A piece of a pattern that is plain inside residue classes is a part of its own: all its classes in one call, as batch
 elements of a view. So are heads whose patterns differ in that. Nothing is computed and no layout is built here.
@@ -230,7 +230,7 @@ class Costs:
 
 @lru_cache(LEAST)
 def _seconds(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> float:
-    """Of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
+    """The seconds of the tiles that a pattern of one head may visit, or of gathering its keys row by row."""
     lower, seconds = pattern.lower(sizes), []
     for t in tiles:
         seconds.append(t.pair * t.block_q * t.block_kv * lower.tile_bound(Grid(*sizes, t.block_q, t.block_kv)))
@@ -242,7 +242,7 @@ def _seconds(pattern: Pattern, sizes: Sizes, tiles: Tiles, gathers: Gathers) -> 
 
 
 def _classes_cost(split: tuple[Piece, ...], B: int, sizes: Sizes, cost: Costs) -> float:
-    """Of the pieces of a pattern that every head shares."""
+    """The cost of the pieces of a pattern that every head shares."""
     seconds = 0.0
     for at, piece in enumerate(split):
         for run in _classes(piece.dilation, sizes):

@@ -52,7 +52,7 @@ class Plan:
 
     @cached_property
     def gatherers(self) -> list[Candidate]:
-        """Those that are refused, but for gather layouts."""
+        """The implementations that are refused, but for gather layouts."""
         refused = [i for i in map(load, self.refused) if not isinstance(i, str)]
         return [i for i in refused if gathers_alone(self.problem, i.capability) and not i.unavailable()]
 
@@ -134,7 +134,7 @@ def _refusal(named: str | None, problem: Problem, refused: list[str]) -> str:
 
 
 def refusals(name: str, problem: Problem) -> list[str]:
-    """Why an implementation does not compute a problem; empty when it does."""
+    """The reasons for which an implementation does not compute a problem; empty when it does."""
     implementation = load(name)
     if isinstance(implementation, str):
         return [implementation]

@@ -31,6 +31,6 @@ def load(name: str) -> Candidate | str:
 
 
 def available(name: str) -> list[str]:
-    """Why `name` cannot run on this machine at all; empty when it can."""
+    """The reasons for which `name` cannot run on this machine; empty when it can."""
     candidate = load(name)
     return [candidate] if isinstance(candidate, str) else candidate.unavailable()

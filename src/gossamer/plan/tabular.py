@@ -1,4 +1,4 @@
-"""How explanations print."""
+"""The print form of explanations."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ POISONS = (math.nan, math.inf, -math.inf)  # what may be in memory that no kept 
 
 
 class Unkept(NamedTuple):
-    """What no pair of a call has: queries that keep nothing, and keys that no query of their group keeps."""
+    """The rows that no pair of a call reads: queries that keep nothing, and keys that no query of their group keeps."""
 
     rows: Tensor  # (B, H, Q) bool
     keys: Tensor  # (B, G, K) bool
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
         return terms | {"alibi_distance": None if self.terms.alibi_slopes is None else distance}
 
     def batched(self) -> Inputs:
-        """The same in four dimensions."""
+        """x in four dimensions."""
         missing = (None,) * (4 - self.q.ndim)
         dout = None if self.dout is None else self.dout[missing]
         return self._replace(q=self.q[missing], k=self.k[missing], v=self.v[missing], dout=dout)
@@ -122,7 +122,7 @@ def make(
 
 
 def unkept(mask: Tensor, terms: Terms, shape: tuple[int, int, int], G: int) -> Unkept:
-    """What no pair of a call has.
+    """The rows that no pair of a call reads.
 
     Args:
         mask: broadcasts to (B, H, Q, K).

@@ -1,4 +1,4 @@
-"""How wrong a result may be: measured, not chosen.
+"""The error that a result may have: measured, not chosen.
 
 The error against float64 may be at most twice the error of plain attention, computed in the same low precision from
 the same inputs, plus the rounding of the result.
@@ -53,7 +53,7 @@ def exact_results(
 def plain_results(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, terms: Terms, dout: Tensor, *dlse: Tensor
 ) -> list[Tensor]:
-    """As `exact_results`, by plain attention in the dtype of the inputs."""
+    """The results of plain attention in the dtype of the inputs, in the form of `exact_results`."""
     return _results(plain, [q, k, v], mask, terms, dout, *dlse)
 
 

@@ -94,12 +94,12 @@ class Making(NamedTuple):
         return self.kept_by(rules, None if from_first or every else starts, None if every else lengths)
 
     def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> Kept:
-        """What rules keep of an interval of keys: without data of one plan."""
+        """The pairs that rules keep of an interval of keys, without data of one plan."""
         of_data = len(rules.ids) > 0 or starts is not None or isinstance(self.where.q_offset, Tensor)
         return Kept(rules, starts, lengths, ON_DEVICE if of_data else ONCE)
 
     def rules(self) -> Proposal | None:
-        """What is kept by rules of the device, and what has to hold for that."""
+        """The pairs that rules of the device keep, and the conditions for that."""
         if self.pairs is None:
             return None
         pairs = self.pairs & Pairs(same=self.documents)
@@ -112,7 +112,7 @@ class Making(NamedTuple):
         return Proposal(rules, None if keys is None else ends_of(keys, self.where, is_causal(pairs)))
 
     def on_host(self) -> Kept:
-        """What is kept, by a pattern that is planned on the host."""
+        """The kept pairs, by a pattern that is planned on the host."""
         where, pattern = at_numbers(self.where), None
         if self.pairs is not None:
             try:
@@ -127,7 +127,7 @@ class Making(NamedTuple):
         return Kept(pattern, planned=ON_HOST)
 
     def every(self) -> list[Kept]:
-        """What is kept by every way that there is; for offsets that are integers."""
+        """The kept pairs by every way that there is, for offsets that are integers."""
         proposal, ways = self.rules(), [self.on_host()]
         if proposal is not None:
             ends = proposal.ends
@@ -137,7 +137,7 @@ class Making(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What would be kept by rules, and where its keys begin and end."""
+    """The pairs that rules would keep, and where the keys begin and end."""
 
     read: Read
     ends: Ends | None
@@ -161,7 +161,7 @@ def blind() -> bool:
 
 
 class Attended(NamedTuple):
-    """What a layer gives `attention`."""
+    """The arguments that a layer gives `attention`."""
 
     pattern: Pattern | Structure
     options: dict[str, Any]  # q_offset, key_starts, key_lengths
@@ -169,7 +169,7 @@ class Attended(NamedTuple):
 
 
 class Mask(BlockMask):
-    """What `make_mask` gives a model for its `attention_mask`: no tensor, and no N x N pairs anywhere.
+    """The `attention_mask` of a model by `make_mask`: no tensor, and no N x N pairs anywhere.
 
     A `BlockMask` by class alone, for this is what transformers hands on as it is. It offers what `generate` and hooks
     ask of a mask: `.shape`, `.to`, `.contiguous`. All that a cache changes later was copied when it was made.
@@ -215,11 +215,11 @@ class Mask(BlockMask):
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
 
     def to(self, *device: Any, **options: Any) -> Mask:
-        """Itself: the layers' devices are minded when they ask what is kept."""
+        """The mask itself: the devices of layers count when they ask for their pairs."""
         return self
 
     def contiguous(self) -> Mask:
-        """Itself."""
+        """The mask itself."""
         return self
 
     def __getitem__(self, index: Any) -> Mask:
@@ -246,7 +246,7 @@ class Mask(BlockMask):
     __str__ = __repr__
 
     def attended(self, by: Pattern | None, B: int, device: torch.device) -> Attended:
-        """What the layers of a batch on a device attend to.
+        """The pattern and structure that the layers of a batch on a device attend to.
 
         Args:
             by: a pattern of absolute positions that restricts them.
@@ -302,7 +302,7 @@ class Mask(BlockMask):
         return isinstance(self.kept.what, Rules) and (by is None or reach_by(by) is not None)
 
     def _restricted_by(self, by: Pattern) -> Kept:
-        """What is kept of another pattern, too."""
+        """The pairs that another pattern keeps as well."""
         kept, where, reach = self.kept, self.where, reach_by(by)
         compiling = torch.compiler.is_compiling()
         if isinstance(kept.what, Rules) and reach is not None and (compiling or kept.planned == ON_DEVICE):

@@ -81,7 +81,7 @@ def certify(fn: MaskFunction, where: Where, padding: Tensor | None, use_vmap: bo
 
 
 def _asked(fn: MaskFunction, use_vmap: bool, seen: Tensor | None, where: Where, pairs: np.ndarray) -> np.ndarray:
-    """What the mask function and the padding say of pairs (3, n): batch element, query and key, in key coordinates."""
+    """The values of mask function and padding at pairs (3, n): batch element, query and key, in key coordinates."""
     b, i, j = pairs
     index = [torch.from_numpy(x) for x in (b, np.zeros_like(b), i + where.kv_offset, j + where.kv_offset)]
     if use_vmap:
@@ -209,7 +209,7 @@ def _pairs(rng: random.Random, where: Where, numbers: list[int], edges: list[int
 
 
 def variables(fn: MaskFunction) -> dict[str, Any]:
-    """What a closure holds, by name."""
+    """The variables of a closure, by name."""
     code, cells = getattr(fn, "__code__", None), getattr(fn, "__closure__", None)
     if code is None or not cells:
         return {}
@@ -217,7 +217,7 @@ def variables(fn: MaskFunction) -> dict[str, Any]:
 
 
 def structure(fn: MaskFunction) -> tuple[Any, ...]:
-    """What two mask functions have in common that are read alike: names, numbers, and ranks of tensors."""
+    """The structure that two equally read mask functions share: names, numbers, and ranks of tensors."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What a mask keeps, as data on the device: a rule of positions, ids of documents, and an interval of keys.
+"""The pairs of a mask as data on the device: a rule of positions, ids of documents, and an interval of keys.
 
 Nothing is read back. What has to hold of the values, so that this is what the mask keeps, is told as truth values on
 the device: `make_mask` reads them together, or has the device assert them where nothing can be read.
@@ -61,7 +61,7 @@ class Rules(NamedTuple):
         return window(self.reach.left, self.reach.right)
 
     def structure(self, device: torch.device) -> Structure:
-        """What `attention` is given."""
+        """The structure that `attention` is given."""
         documents = tuple(DocumentIds(ids.to(device)) for ids in self.ids)
         seen = rule(self.reach)
         return Joined(documents, seen) if documents else Positions(seen)

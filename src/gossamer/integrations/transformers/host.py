@@ -1,4 +1,4 @@
-"""What a mask keeps, as a pattern that is planned on the host: for masks that have no rules on a device."""
+"""The pairs of a mask as a pattern that is planned on the host: for masks that have no rules on a device."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Pairs:
     __hash__ = None  # type: ignore[assignment]
 
     def to(self, *device: Any) -> Pairs:
-        """Itself."""
+        """The value itself."""
         return self
 
     def __bool__(self) -> bool:
@@ -209,11 +209,11 @@ class Index:
     __hash__ = None  # type: ignore[assignment]
 
     def new_ones(self, shape: Any, dtype: Any = None) -> Pairs:
-        """What transformers begins an intersection with."""
+        """The mask with which transformers begins an intersection."""
         return EVERY
 
     def new_zeros(self, shape: Any, dtype: Any = None) -> Pairs:
-        """What transformers begins a union with."""
+        """The mask with which transformers begins a union."""
         return NOTHING
 
     def __bool__(self) -> bool:

@@ -29,7 +29,7 @@ class Layer:
 
     @property
     def implementation(self) -> str:
-        """What computes it."""
+        """The implementation that computes it."""
         return self.call.implementation
 
     @property
@@ -73,7 +73,7 @@ class Report:
 
 
 def explain(model: torch.nn.Module, inputs: Tensor | Mapping[str, Any]) -> Report:
-    """What each layer of a model runs for these inputs: pattern, implementation and density.
+    """The pattern, implementation and density of each layer of a model for these inputs.
 
     The model runs once, without gradients.
 

@@ -1,4 +1,4 @@
-"""Which queries and keys the pairs of a layout read: the rest may hold anything, and is cleared."""
+"""The queries and keys that the pairs of a layout read: the rest may hold anything, and is cleared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossamer.plan.problem import Problem
 
 
 class Readable:
-    """What is read of the rows and keys of a layout, and what lengths leave of it."""
+    """The rows and keys of a layout that are read, and the part of them that lengths leave."""
 
     def __init__(self, layout: BlockLayout, problem: Problem) -> None:
         kept = kept_of(layout)
@@ -28,7 +28,7 @@ class Readable:
         self.rows = torch.from_numpy(~none[..., None]).to(device) if none.any() else None
 
     def attended(self, key_lengths: Tensor | None) -> Attended:
-        """What is read where batch elements have so many keys."""
+        """The rows and keys that are read where batch elements have so many keys."""
         if key_lengths is None:
             return Attended(self.rows, self.keys)
         lengths = key_lengths.to(self.first.device)[:, None, None]

@@ -1,4 +1,4 @@
-"""Which matrix products to make: the tiles of a layout, grouped into batches of equal shape.
+"""The matrix products to make: the tiles of a layout, grouped into batches of equal shape.
 
 A batch is a set of query tiles with the same number of key tiles. Where each of them visits consecutive key tiles,
 and the first of these moves by a constant from one query tile to the next (windows, causal, local blocks), the keys

@@ -212,7 +212,7 @@ class FlashPlan:
         return Call(q, k, lse, x.keys, blocks, x.move, shared, x.causal, mask, x.again)
 
     def _mask(self, x: Blocks) -> Tensor | None:
-        """What is added to the scores of blocks: 0 where a pair is kept, else -inf."""
+        """The number added to the scores of blocks: 0 where a pair is kept, else -inf."""
         if x.bounds is None:
             return None
         lo, hi = x.bounds
@@ -418,7 +418,7 @@ def _like(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """What the operator's backward reads, in float32 or float64, contiguous, and of as many features each."""
+    """The operands of the operator's backward, in float32 or float64, contiguous, all with as many features."""
 
     dout: Tensor
     q: Tensor
@@ -452,7 +452,7 @@ def operands(
 
 
 def features_of(problem: Problem, dlse: Tensor | None) -> int:
-    """Of the arrays that the operator reads: q, k and v have as many, and dlse is in one more."""
+    """The number of features of the arrays that the operator reads: that of q, k and v, where dlse takes one more."""
     return max(problem.D, problem.E) + (dlse is not None)
 
 

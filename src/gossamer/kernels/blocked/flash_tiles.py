@@ -25,7 +25,7 @@ from gossamer.plan.problem import Problem
 
 
 class Bias(NamedTuple):
-    """What is added to the scores of a piece."""
+    """The numbers that are added to the scores of a piece."""
 
     scores: Tensor | None = None  # (n or 1, 1, block_q, keys): 0 or -inf; None where every pair is kept
     empty: Tensor | None = None  # (n or 1, 1, block_q): rows that keep nothing; None where there are none
@@ -134,7 +134,7 @@ def forward(plan: TilePlan, problem: Problem, terms: Terms, q: Tensor, k: Tensor
 
 
 def _sums(x: Tiled) -> tuple[int, int, int]:
-    """Of a number for each row."""
+    """The shape of a number for each row."""
     tiles, edge, _ = x.flat.shape
     return tiles, edge, 1
 

@@ -111,7 +111,7 @@ DIRECTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"gather_forward": fo
 
 
 def _attended(layout: GatherLayout, p: Problem, terms: Terms) -> Attended:
-    """What is read of rows and keys: only listed keys are, so that lengths alone leave some out.
+    """The rows and keys that are read: only listed keys are, so that lengths alone leave some out.
 
     A row without keys is read where it has a sink, whose gradient is a sum over all rows.
     """

@@ -24,7 +24,7 @@ LONGEST_SUM = 256  # edges that are added in sequence: the error of float32 sums
 
 
 class Sums(NamedTuple):
-    """What to add up: edges in runs that lie one after the other, and runs of the same row."""
+    """The sums over edges: edges in runs that lie one after the other, and the runs of each row."""
 
     ends: Tensor  # (runs + 1,) int32: where each run begins, and the end of the last
     first: Tensor | None  # (rows,) int64: the first run of each row; None: each row is one run

@@ -48,7 +48,7 @@ class Blocks:
 
     @property
     def pairs(self) -> int:
-        """Those that are computed, masked ones among them."""
+        """The number of computed pairs, masked ones included."""
         return self.n * self.rows * self.keys // (1 + self.causal)
 
 
@@ -81,7 +81,7 @@ def intervals_of(layout: BlockLayout) -> list[Intervals] | None:
 
 
 class _Tiles(NamedTuple):
-    """What the rows of partial tiles keep: arrays (tiles, block_rows), and the tile row of each, counted over all."""
+    """The keys that rows of partial tiles keep: arrays (tiles, block_rows), and the tile row of each."""
 
     row: np.ndarray
     kept: np.ndarray
@@ -241,7 +241,7 @@ def _joined(a: Blocks, b: Blocks) -> Blocks | None:
 
 
 def clipped(blocks: Blocks, length: int) -> Iterator[Blocks]:
-    """What is left of blocks where only the first `length` keys exist."""
+    """The blocks cut to the first `length` keys."""
     whole = blocks.n
     if blocks.move:
         whole = min(whole, max(0, (length - blocks.key - blocks.keys) // blocks.move + 1))

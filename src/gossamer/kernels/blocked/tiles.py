@@ -1,4 +1,4 @@
-"""What forward and backward share: padded inputs, scratch, the tiles of one piece, and their masked scores."""
+"""The parts that both directions share: padded inputs, scratch, the tiles of one piece, and their masked scores."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def kept(mask: Tensor, terms: Terms, K: int) -> Tensor:
 
 
 def attended(keep: Tensor, G: int) -> Attended:
-    """What a mask (B, H, Q, K) keeps of its rows and keys."""
+    """The rows and keys that a mask (B, H, Q, K) keeps."""
     return Attended(keep.any(-1, keepdim=True), _by_group(keep.any(-2), G).any(2)[..., None])
 
 

@@ -45,7 +45,7 @@ class Small:
     )
 
     def unavailable(self) -> list[str]:
-        """Why nothing can run here."""
+        """The reasons for which nothing can run here."""
         if torch.cuda.is_available() or triton.knobs.runtime.interpret:
             return []
         return ["torch finds no CUDA device"]

@@ -20,7 +20,7 @@ KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: R query rows, C keys, and the launch options."""
+    """The tile of a kernel: R query rows, C keys, and the launch options."""
 
     R: int
     C: int
@@ -71,7 +71,7 @@ def constants(b: Builder, p: Problem, tile: Tile, scoring: Scoring) -> dict[str,
 
 
 def options(tile: Tile) -> dict[str, Any]:
-    """Of a launch."""
+    """The options of a launch."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
@@ -81,7 +81,7 @@ def one_row(p: Problem) -> bool:
 
 
 def grid(p: Problem, *programs: int) -> tuple[int, ...]:
-    """Of all batch elements, each with its programs."""
+    """The grid of all batch elements, each with its programs."""
     return (math.prod(programs) * p.B,) if one_row(p) else (*programs, p.B)
 
 

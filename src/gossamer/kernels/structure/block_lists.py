@@ -25,7 +25,7 @@ def block_lists(
     indices: Tensor, counts: Tensor | None, lo: Tensor | None, hi: Tensor | None, Q: int, K: int, block: int,
     row_kinds: int, column_kinds: int, transpose: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What `layouts.device.block_lists` lists of both directions: see `layouts.device.arrays.Fused`."""
+    """The lists of `layouts.device.block_lists` in both directions: see `layouts.device.arrays.Fused`."""
     Bl, Hl, T, n = indices.shape
     C, lists = -(-K // block), Bl * Hl * T
     words = -(-C // WORD)

@@ -54,7 +54,7 @@ def _last(lo, hi, there, BLOCK: tl.constexpr):
 
 @triton.jit
 def _runs(lo, hi, n, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """What a tile of n rows visits: see `layouts.device.intervals._lists`.
+    """The tiles that a tile of n rows visits: see `layouts.device.intervals._lists`.
 
     Returns:
         Its first full tile, and how many there are; the first tile on the left of those, and how many; of each row
@@ -94,7 +94,7 @@ def count_tiles_kernel(
     lo, hi, column_lo, column_hi, of_rows, of_columns, rows, columns, T, C, leads, steps, every,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of rows or of columns the first full tile, how many there are, and how many of the interval.
+    """Count the full tiles and the interval tiles of one tile of rows or of columns, and find its first full tile.
 
     Args:
         of_rows, of_columns: (5, Bl * Hl, T or C): first, number, start, count, 0.

@@ -102,7 +102,7 @@ class Arrays(Protocol):
         """One value everywhere, on the device of `like`."""
 
     def int32(self, x: Array) -> Array:
-        """The same numbers, which fit."""
+        """x as int32, which its numbers fit."""
 
     def broadcast_to(self, x: Array, shape: tuple[int, ...]) -> Array:
         """Repeated along axes of 1, of the type of x."""
@@ -150,7 +150,7 @@ class Arrays(Protocol):
         """The words of which the bits at places below each number are set: none for one under 1, all from 32 on."""
 
     def sums_at(self, places: Array, values: Array, size: int) -> Array:
-        """Of each row (..., m) the sums of the int32 values that are given for each of `size` places: (..., size).
+        """The sums of the int32 values that each row (..., m) gives for each of `size` places: (..., size).
 
         The sum of words that share no bit is their union.
         """

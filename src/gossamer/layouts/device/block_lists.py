@@ -148,7 +148,7 @@ class _Span(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """What is known of the tiles before their lists are read."""
+    """The kinds and places of tiles before their lists are read."""
 
     Q: int
     K: int

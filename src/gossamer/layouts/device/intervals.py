@@ -89,7 +89,7 @@ def empty_layout(Q: int, K: int, like: Array, *, block_q: int, block_kv: int, xp
 
 
 class _Lists(NamedTuple):
-    """Of tiles of rows: their full tiles, which follow one another, and their interval tiles in `indices`."""
+    """The full tiles of tiles of rows, which follow one another, and their interval tiles in `indices`."""
 
     first: Array  # full tile, (Bl, Hl, T) int32
     number: Array  # of full tiles, likewise
@@ -98,7 +98,7 @@ class _Lists(NamedTuple):
     indices: Array  # of all tiles of rows
 
     def part(self, begin: int, end: int) -> _Lists:
-        """Those of some tiles of rows."""
+        """The lists of some tiles of rows."""
         first, number, starts, counts = (x[..., begin:end] for x in (self.first, self.number, self.starts, self.counts))
         return _Lists(first, number, starts, counts, self.indices)
 

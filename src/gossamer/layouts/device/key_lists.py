@@ -77,7 +77,7 @@ def _check(
 
 
 def _room(block: int, heads: int, n: int, K: int) -> int:
-    """Of the list of a group: for all entries of its queries, and for no more than all keys."""
+    """The room of a group's list: for all entries of its queries, and for no more than all keys."""
     width = WIDTHS[block] if heads == 1 else TILE
     return -(-min(block * n, K) // width) * width
 

@@ -1,4 +1,4 @@
-"""What builders on a device share: walks without bits, tiles of rows, the queries of a key, and checks of sizes."""
+"""The parts that device builders share: walks without bits, tiles of rows, the queries of a key, checks of sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fill_tiles(bounds: Bounds, block: int, xp: Arrays) -> Bounds:
 
 
 class AllKept(NamedTuple):
-    """Of each tile of rows the tiles of columns of which all rows keep everything, the last one's edge not counted."""
+    """The tiles of columns that all rows of a tile keep whole, up to the last one's edge."""
 
     first: Array  # (..., T) int32
     behind: Array  # (..., T) int32; not over `first` where there are none
@@ -75,7 +75,7 @@ def check_lists(indices: Array, counts: Array | None, rows: int, name: str, form
 
 
 def not_listed(indices: Array, counts: Array | None, entries: int, xp: Arrays) -> Array:
-    """Which entries of lists (..., n) stand for nothing: those behind their counts, and outside [0, entries)."""
+    """The entries of lists (..., n) that stand for nothing: those behind their counts, or outside [0, entries)."""
     *_, n = indices.shape
     outside = (indices < 0) | (indices >= entries)
     return outside if counts is None else outside | (xp.arange(n, counts) >= counts[..., None])
