@@ -111,12 +111,12 @@ def test_nan_reaches_the_rows_that_see_it() -> None:
 def test_large_supports_are_saved_as_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(Q=60, K=60))
     called: list[str] = []
-    for name in ("of_lists", "of_normalisers"):
+    for name in ("list_gradients", "normaliser_gradients"):
         monkeypatch.setattr(autograd, name, lambda *x, name=name: (called.append(name), getattr(backward, name)(*x))[1])
     expected = torch.autograd.grad(gs.entmax_attention(q, k, v, alpha=1.1).square().sum(), q)
     _, aux = gs.entmax_attention(q, k, v, alpha=1.1, return_aux=True)
     assert (aux.support == 60).all()
-    for most, way in ((60, "of_lists"), (59, "of_normalisers")):
+    for most, way in ((60, "list_gradients"), (59, "normaliser_gradients")):
         monkeypatch.setattr(autograd, "MEAN_LISTED", most)
         found = torch.autograd.grad(gs.entmax_attention(q, k, v, alpha=1.1).square().sum(), q)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)

@@ -64,11 +64,15 @@ def test_a_call_passes_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
 
     given: list[Any] = []
     monkeypatch.setattr(compiled, "forward", lambda config: lambda *arguments: given.extend((config, *arguments)))
-    every = triton_calls.LiveLists(torch.zeros(2, 1, 300, dtype=torch.int32), torch.zeros(2, 1, 1, dtype=torch.int32), 300)
+    every = triton_calls.LiveLists(
+        torch.zeros(2, 1, 300, dtype=torch.int32), torch.zeros(2, 1, 1, dtype=torch.int32), 300
+    )
     monkeypatch.setattr(triton_calls, "live_keys", lambda last, o: every)
     monkeypatch.setattr(hopper_calls, "processors", lambda device: 132)
     x, o = call(transposed=True)
-    tiles = triton_calls.LiveLists(torch.zeros(2, 3, 148, dtype=torch.int32), torch.zeros(2, 3, 2, dtype=torch.int32), 128)
+    tiles = triton_calls.LiveLists(
+        torch.zeros(2, 3, 148, dtype=torch.int32), torch.zeros(2, 3, 2, dtype=torch.int32), 128
+    )
     monkeypatch.setattr(triton_calls, "lists", lambda *arguments: tiles)
     hopper_calls.forward(x, o)
     config, *arguments = given

@@ -46,7 +46,7 @@ def check_thresholds(u: Tensor, k: int, monkeypatch: pytest.MonkeyPatch) -> None
         return  # nor are gradients numbers
     dtau = torch.randn_like(u)
     du = prefixes.thresholds_backward(u, tau, dtau)
-    wanted = sparse_k._of_thresholds(u, tau, last, dtau)
+    wanted = sparse_k._threshold_gradient(u, tau, last, dtau)
     assert torch.allclose(du, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
