@@ -15,7 +15,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.integrations.transformers import attention_mask, certificate, reading, register
 from gossamer.integrations.transformers.attention_mask import Mask, make_mask
-from gossamer.integrations.transformers.device import Kept, Rules, Where
+from gossamer.integrations.transformers.device import KeptPairs, Rules, Where
 from gossamer.patterns.reach import Reach
 from tests.support.transformers_models import _bidirectional_window_overlay, window_of_halves, window_of_sides
 from tests.support.transformers_models import masking_utils as hf
@@ -30,7 +30,7 @@ def uncertified() -> Iterator[None]:
     certificate.forget()
 
 
-def dense(mask: Mask, kept: Kept | None = None, by: gs.patterns.Pattern | None = None) -> np.ndarray:
+def dense(mask: Mask, kept: KeptPairs | None = None, by: gs.patterns.Pattern | None = None) -> np.ndarray:
     """(B, Q, K): the pairs that a layer attends to with a mask object, or with another way to say what it keeps."""
     B, _, Q, K = mask.shape
     mask.kept = mask.kept if kept is None else kept
@@ -288,7 +288,7 @@ def test_an_unknown_function_is_evaluated() -> None:
     with pytest.raises(gs.Unsupported, match=r"<lambda> is not known to gossamer.*at most 67108864.*1 x 16384 x 16384"):
         make_mask(1, 2**14, 2**14, 0, 0, by_index)
     true = make_mask(1, 2**14, 2**14, 0, 0, hf.or_masks(hf.causal_mask_function, transformers_true()))
-    assert true.kept == Kept(Rules(Reach(), ()))  # as Gemma 3 and others write it: not asked for each pair
+    assert true.kept == KeptPairs(Rules(Reach(), ()))  # as Gemma 3 and others write it: not asked for each pair
 
 
 def transformers_true() -> Callable[..., Any]:

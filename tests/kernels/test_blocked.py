@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.blocked import bmm, flash, flash_tiles
-from gossamer.kernels.blocked.intervals import Blocks, Intervals, blocks_of, clipped, intervals_of
+from gossamer.kernels.blocked.intervals import IntervalBlocks, Intervals, blocks_of, clipped, intervals_of
 from gossamer.memo import forget_all
 from gossamer.plan.problem import Problem
 
@@ -27,7 +27,7 @@ PATTERNS = {
 }  # fmt: skip
 
 
-def expanded(blocks: list[Blocks], Q: int, K: int) -> np.ndarray:
+def expanded(blocks: list[IntervalBlocks], Q: int, K: int) -> np.ndarray:
     """How often blocks have each pair."""
     times = np.zeros((Q, K), np.int64)
     for x in blocks:
@@ -42,7 +42,7 @@ def expanded(blocks: list[Blocks], Q: int, K: int) -> np.ndarray:
     return times
 
 
-def blocks(pattern: gs.Pattern, Q: int, K: int, backward: bool, heads: int = 64) -> list[Blocks]:
+def blocks(pattern: gs.Pattern, Q: int, K: int, backward: bool, heads: int = 64) -> list[IntervalBlocks]:
     found = intervals_of(pattern.layout(Q, K, block_q=64, block_kv=64))
     assert found is not None
     (one,) = found

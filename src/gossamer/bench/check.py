@@ -99,7 +99,7 @@ class Oracle:
 
         With `rounding`, scores pass through float32 and P through that type, as in a kernel of that precision.
         """
-        inputs, terms = self.inputs, _of_head(self.inputs.terms, b, h)
+        inputs, terms = self.inputs, _head_terms(self.inputs.terms, b, h)
         k, v = inputs.k[b, h // self.group].double(), inputs.v[b, h // self.group].double()
         for chunk in rows.split(max(1, PAIRS_AT_ONCE // len(k))):
             keep = kept(self._kept_rows(b, h, chunk), terms, len(k)).reshape(len(chunk), len(k))
@@ -119,7 +119,7 @@ class Oracle:
             yield chunk, p, out, ds
 
 
-def _of_head(terms: Terms, b: int, h: int) -> Terms:
+def _head_terms(terms: Terms, b: int, h: int) -> Terms:
     """The terms of one head of one batch element, as of a call that has no other."""
     places = (("key_lengths", b), ("sink_logits", h), ("alibi_slopes", h))
     given = {name: at for name, at in places if getattr(terms, name) is not None}

@@ -116,9 +116,9 @@ def _scatter(inputs: Inputs, matmul_tflops: float) -> Prepared:
     Q = inputs.q.shape[2]
 
     def softmax(score: Tensor) -> Tensor:
-        of_edge = row[:, None].expand_as(score)
+        edge_rows = row[:, None].expand_as(score)
         with torch.no_grad():
-            top = score.new_full((Q, score.shape[1]), -torch.inf).scatter_reduce_(0, of_edge, score, "amax")
+            top = score.new_full((Q, score.shape[1]), -torch.inf).scatter_reduce_(0, edge_rows, score, "amax")
         weight = torch.exp(score - top[row])
         return weight / weight.new_zeros(top.shape).index_add(0, row, weight)[row]
 

@@ -48,11 +48,11 @@ def append_records(rows: Sequence[Record], path: Path, run: Iterable[str]) -> No
         path: of the file.
         run: names of the fields that all rows of a run have and share.
     """
-    of_run = {name: rows[0][name] for name in run}
+    run_facts = {name: rows[0][name] for name in run}
     before = _lines(path) if path.is_file() else []  # a pipe is not read
     last = next((line["run"] for line in reversed(before) if list(line) == ["run"]), None)
-    lines = [] if last == of_run else [{"run": of_run}]
-    lines.append(_grouped([{name: row[name] for name in row if name not in of_run} for row in rows]))
+    lines = [] if last == run_facts else [{"run": run_facts}]
+    lines.append(_grouped([{name: row[name] for name in row if name not in run_facts} for row in rows]))
     path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path, "at") as file:
         file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))

@@ -134,10 +134,10 @@ def case_table(rows: Sequence[Record], cases: Sequence[str]) -> str:
     """Median milliseconds on some cases, the fastest first; ours in bold with the kernel and its useful TFLOP/s."""
     lines = ["| case | direction | milliseconds |", "|---" * 3 + "|"]
     for case in cases:
-        of_case = [row for row in rows if row["case"] == case and row["p50_ms"] is not None]
-        types = sorted({row["dtype"] for row in of_case})
+        case_rows = [row for row in rows if row["case"] == case and row["p50_ms"] is not None]
+        types = sorted({row["dtype"] for row in case_rows})
         for dtype, direction in product(types, ("forward", "backward")):
-            mine = [row for row in of_case if (row["dtype"], row["direction"]) == (dtype, direction)]
+            mine = [row for row in case_rows if (row["dtype"], row["direction"]) == (dtype, direction)]
             title = f"`{case}`" + (f", {dtype}" if len(types) > 1 else "")
             cells = []
             for row in sorted(mine, key=lambda r: r["p50_ms"]):

@@ -183,8 +183,8 @@ def first_factor(mma: Any, tiles: Any) -> Any:
 
 def held_factor(mma: Any, columns: int) -> Any:
     """Registers for 64 rows as the first factor of a product."""
-    of_mma = mma.get_slice(0)
-    return of_mma.make_fragment_A(of_mma.partition_shape_A((ROWS, columns)))
+    thread_mma = mma.get_slice(0)
+    return thread_mma.make_fragment_A(thread_mma.partition_shape_A((ROWS, columns)))
 
 
 def hold(mma: Any, tile: Any, registers: Any, thread: Any) -> None:

@@ -91,10 +91,10 @@ def from_flex(
     device = device_of(mask) if device is None else _device(device)
     lead = []
     apart = call(depends, mask, device)
-    for name, given, of_own in zip(("B", "H"), (B, H), apart, strict=True):
-        if of_own and given is None:
+    for name, given, own in zip(("B", "H"), (B, H), apart, strict=True):
+        if own and given is None:
             raise ValueError(f"{name} must be given: {apart_by(name)}")
-        lead.append(given if of_own and given is not None else 1)
+        lead.append(given if own and given is not None else 1)
     return FlexMask(mask, Q, K, lead[0], lead[1], device)
 
 

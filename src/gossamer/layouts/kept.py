@@ -14,7 +14,7 @@ from gossamer.patterns.grid import WORD
 AT_ONCE = 2**24  # rows that are looked at together
 
 
-class Kept(NamedTuple):
+class KeptRows(NamedTuple):
     """The rows and keys of a layout that have pairs, of each (Bl, Hl)."""
 
     first: np.ndarray  # (Bl, Hl, Q) int64: the first key of each row; K where it keeps none
@@ -26,7 +26,7 @@ class Kept(NamedTuple):
         return self.first < self.keys.shape[-1]
 
 
-def kept_of(layout: BlockLayout) -> Kept:
+def kept_of(layout: BlockLayout) -> KeptRows:
     """The rows and keys that a layout keeps; one of tensors is read, from the host if it was built there.
 
     Examples:
@@ -40,7 +40,7 @@ def kept_of(layout: BlockLayout) -> Kept:
     first = np.full((math.prod(walk.lead) * walk.tiles, walk.block_rows), walk.columns, np.int64)
     for kind in (_full, _interval, _bits):
         kind(walk, first)
-    return Kept(_existing(walk, first), _existing(columns, rows_kept(columns)))
+    return KeptRows(_existing(walk, first), _existing(columns, rows_kept(columns)))
 
 
 def keeps_all(layout: BlockLayout) -> tuple[bool, bool]:
@@ -71,10 +71,10 @@ def rows_kept(walk: Walk, some: np.ndarray | None = None) -> np.ndarray:
         given = np.zeros((*walk.lead, walk.tiles * walk.block_rows), bool)
         given[..., : walk.rows] = walk.lo < walk.hi
         kept |= given.reshape(-1, walk.block_rows)[some] & (interval > 0)[:, None]
-    of_entry, starts = walk.pool.any(axis=-1), walk.bits.starts.reshape(-1)[some]
+    entry_rows, starts = walk.pool.any(axis=-1), walk.bits.starts.reshape(-1)[some]
     for n in range(int(bits.max(initial=0))):
         listed = np.flatnonzero(bits > n)
-        kept[listed] |= of_entry[walk.pool_index[starts[listed] + n]]
+        kept[listed] |= entry_rows[walk.pool_index[starts[listed] + n]]
     return kept
 
 
@@ -93,9 +93,9 @@ def _existing(walk: Walk, tiles: np.ndarray) -> np.ndarray:
 def _full(walk: Walk, first: np.ndarray) -> None:
     row, place = walk.full.listed()
     tile = walk.full.indices[place].astype(np.int64)
-    of_tiles = np.full(len(first), walk.columns)
-    np.minimum.at(of_tiles, row, tile * walk.block_columns)
-    first[:] = of_tiles[:, None]
+    tile_ends = np.full(len(first), walk.columns)
+    np.minimum.at(tile_ends, row, tile * walk.block_columns)
+    first[:] = tile_ends[:, None]
 
 
 def _interval(walk: Walk, first: np.ndarray) -> None:

@@ -77,8 +77,8 @@ def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[in
     else:
         tiles = _mixed_chunk(pattern, part, interval, grid, start, stop)
     area = grid.area(tiles.ti, tiles.tj)
-    of_rows = np.bincount(tiles.ti - start, minlength=stop - start)
-    return _pairs_in(tiles, interval, grid), int(area.sum()), int(area[tiles.kind == KIND_BITS].sum()), of_rows
+    tiles_of_rows = np.bincount(tiles.ti - start, minlength=stop - start)
+    return _pairs_in(tiles, interval, grid), int(area.sum()), int(area[tiles.kind == KIND_BITS].sum()), tiles_of_rows
 
 
 def kept_tiles(pattern: Pattern, grid: Grid) -> tuple[KeptTiles, Intervals | None]:

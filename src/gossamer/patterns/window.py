@@ -251,12 +251,12 @@ class GlobalTokens(Pattern):
 
     def tile_candidates(self, grid: Grid, start: int, stop: int) -> Tiles:
         rows, _, columns, _ = _remembered_tiles(self, grid)
-        (of_rows,) = np.nonzero(rows[start:stop])
-        (of_columns,) = np.nonzero(columns)
-        ti, tj = all_tiles(grid, 0, len(of_rows))
+        (global_rows,) = np.nonzero(rows[start:stop])
+        (global_columns,) = np.nonzero(columns)
+        ti, tj = all_tiles(grid, 0, len(global_rows))
         return (
-            np.concatenate([of_rows[ti] + start, np.repeat(np.arange(start, stop), len(of_columns))]),
-            np.concatenate([tj, np.tile(of_columns, stop - start)]),
+            np.concatenate([global_rows[ti] + start, np.repeat(np.arange(start, stop), len(global_columns))]),
+            np.concatenate([tj, np.tile(global_columns, stop - start)]),
         )
 
     def tile_classes(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:

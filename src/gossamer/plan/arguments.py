@@ -73,12 +73,12 @@ def factor_checks(scale: float | None, softcap: float | None, D: int, dtype: str
     # Kernels multiply by up to 2 log2(e); s / softcap keeps its digits.
     most, capped = float(limits.max) / 4, float(limits.max) ** 0.5
     scale = D**-0.5 if scale is None else scale
-    of_scale = f"be a finite number up to {most:.1e} in magnitude, as {limits.dtype} holds, or None for D ** -0.5"
-    yield abs(scale) <= most, "scale", scale, of_scale
+    scale_rule = f"be a finite number up to {most:.1e} in magnitude, as {limits.dtype} holds, or None for D ** -0.5"
+    yield abs(scale) <= most, "scale", scale, scale_rule
     if softcap is not None:
         yield softcap != 0, "softcap", softcap, "be a finite number over 0, or None for no cap"
-        of_cap = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {limits.dtype}, or None"
-        yield 1 / capped <= softcap <= capped, "softcap", softcap, of_cap
+        cap_rule = f"be a finite number over 0, from {1 / capped:.1e} to {capped:.1e} in {limits.dtype}, or None"
+        yield 1 / capped <= softcap <= capped, "softcap", softcap, cap_rule
         yield abs(scale) / softcap <= most, "scale / softcap", scale / softcap, f"be up to {most:.1e}"
 
 

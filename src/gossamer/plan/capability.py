@@ -107,7 +107,7 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
         block_q, block_kv = p.tile
         refusals.append(f"walks layout tiles of {walked}, got {block_q} x {block_kv}")
     if p.gather is not None:
-        refusals += _of_lists(p, c)
+        refusals += _list_refusals(p, c)
     for (block_q, block_kv), most in c.max_head_dim_of:
         if p.tile == (block_q, block_kv) and max(p.D, p.E) > most:
             refusals.append(f"walks layout tiles of {block_q} x {block_kv} for head sizes up to {most}")
@@ -123,7 +123,7 @@ def reasons(problem: Problem, capability: Capability) -> list[str]:
     return refusals
 
 
-def _of_lists(p: Problem, c: Capability) -> list[str]:
+def _list_refusals(p: Problem, c: Capability) -> list[str]:
     """The reasons for which a capability does not cover lists that only a device knows."""
     rows, heads = p.gather, f" of {p.gather_heads} heads" * (p.gather_heads > 1)
     if rows == p.gather_heads == 1:

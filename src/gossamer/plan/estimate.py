@@ -80,9 +80,9 @@ class Sample:
             listed = self._listed(part)
             if listed is None:
                 for start, stop in self.windows:
-                    *pairs, of_rows = count_tiles(part, grid, start // block_q, -(-stop // block_q))
-                    total += times * np.array([*pairs, of_rows.sum()])
-                    longest = max(longest, int(of_rows.max(initial=0)))
+                    *pairs, tiles_of_rows = count_tiles(part, grid, start // block_q, -(-stop // block_q))
+                    total += times * np.array([*pairs, tiles_of_rows.sum()])
+                    longest = max(longest, int(tiles_of_rows.max(initial=0)))
                 continue
             for rows, keys in listed:
                 tile = np.sort(rows // block_q * grid.nk + keys // block_kv)

@@ -16,7 +16,7 @@ from gossamer.integrations.transformers.device import (
     ON_HOST,
     ONCE,
     Ends,
-    Kept,
+    KeptPairs,
     Read,
     Rules,
     Where,
@@ -60,7 +60,7 @@ class Making(NamedTuple):
     keys: Tensor | None  # (1 or B, K) booleans: those that are no padding
     documents: tuple[Same, ...] = ()  # kept apart beside what the mask function says
 
-    def kept(self) -> Kept:
+    def kept(self) -> KeptPairs:
         """By rules of the device where it has them, else by a pattern that is planned on the host.
 
         Where values can be read, a few truths about them are, together, once: a mask without padding and documents is
@@ -83,8 +83,8 @@ class Making(NamedTuple):
             if len(needed) > 0:
                 torch._assert_async(torch.stack(needed).all(), WRONG)
             return self.kept_by(rules, *proposal.interval)
-        of_ends = () if ends is None else (ends.all, ends.from_first)
-        truths = iter(truths_of([*needed, *proposal.read.alike, *of_ends]))
+        ends_of_keys = () if ends is None else (ends.all, ends.from_first)
+        truths = iter(truths_of([*needed, *proposal.read.alike, *ends_of_keys]))
         right, alike = ([next(truths) for _ in some] for some in (needed, proposal.read.alike))
         every, from_first = truths if ends is not None else (True, True)
         if not all(right):
@@ -93,10 +93,10 @@ class Making(NamedTuple):
         starts, lengths = proposal.interval
         return self.kept_by(rules, None if from_first or every else starts, None if every else lengths)
 
-    def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> Kept:
+    def kept_by(self, rules: Rules, starts: Tensor | None, lengths: Tensor | None) -> KeptPairs:
         """The pairs that rules keep of an interval of keys, without data of one plan."""
-        of_data = len(rules.ids) > 0 or starts is not None or isinstance(self.where.q_offset, Tensor)
-        return Kept(rules, starts, lengths, ON_DEVICE if of_data else ONCE)
+        reads_data = len(rules.ids) > 0 or starts is not None or isinstance(self.where.q_offset, Tensor)
+        return KeptPairs(rules, starts, lengths, ON_DEVICE if reads_data else ONCE)
 
     def rules(self) -> Proposal | None:
         """The pairs that rules of the device keep, and the conditions for that."""
@@ -111,7 +111,7 @@ class Making(NamedTuple):
             keys = more if keys is None else keys & more
         return Proposal(rules, None if keys is None else ends_of(keys, self.where, is_causal(pairs)))
 
-    def on_host(self) -> Kept:
+    def on_host(self) -> KeptPairs:
         """The kept pairs, by a pattern that is planned on the host."""
         where, pattern = at_numbers(self.where), None
         if self.pairs is not None:
@@ -124,9 +124,9 @@ class Making(NamedTuple):
             pattern = both(pattern, pattern_of(Pairs(same=self.documents), where))
         keys = None if self.keys is None else host(self.keys) != 0
         pattern = pattern if keys is None or keys.all() else both(pattern, Keys(shared(keys)))
-        return Kept(pattern, planned=ON_HOST)
+        return KeptPairs(pattern, planned=ON_HOST)
 
-    def every(self) -> list[Kept]:
+    def every(self) -> list[KeptPairs]:
         """The kept pairs by every way that there is, for offsets that are integers."""
         proposal, ways = self.rules(), [self.on_host()]
         if proposal is not None:
@@ -180,7 +180,7 @@ class Mask(BlockMask):
         self.where = making.where
         self.kept = making.kept()
         self._layouts: list[tuple[Any, BlockLayout | GatherLayout]] = []
-        self._restricted: list[tuple[Pattern, Kept]] = []
+        self._restricted: list[tuple[Pattern, KeptPairs]] = []
         self._compared: list[Tensor] = []
 
     @property
@@ -301,7 +301,7 @@ class Mask(BlockMask):
         """Whether what is kept of another pattern, too, is said by rules of the device."""
         return isinstance(self.kept.what, Rules) and (by is None or reach_by(by) is not None)
 
-    def _restricted_by(self, by: Pattern) -> Kept:
+    def _restricted_by(self, by: Pattern) -> KeptPairs:
         """The pairs that another pattern keeps as well."""
         kept, where, reach = self.kept, self.where, reach_by(by)
         compiling = torch.compiler.is_compiling()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.integrations.transformers.device import Kept, Rules, Where, at_numbers, padded
+from gossamer.integrations.transformers.device import KeptPairs, Rules, Where, at_numbers, padded
 from gossamer.integrations.transformers.host import name_of, scalars
 from gossamer.integrations.transformers.reading import MaskFunction, Pairs
 from gossamer.plan.problem import Unsupported
@@ -28,7 +28,7 @@ class Making(Protocol):
     @property
     def pairs(self) -> Pairs | None: ...
 
-    def every(self) -> list[Kept]: ...
+    def every(self) -> list[KeptPairs]: ...
 
 
 # Of a mask function, a place, a device, whether under vmap, and the keys that are no padding.
@@ -93,7 +93,7 @@ def _asked(fn: MaskFunction, use_vmap: bool, seen: Tensor | None, where: Where, 
     return wanted if seen is None else wanted & padded(seen, where).numpy()[b, j]
 
 
-def _compare(fn: MaskFunction, where: Where, kept: Kept, pairs: np.ndarray, wanted: np.ndarray) -> None:
+def _compare(fn: MaskFunction, where: Where, kept: KeptPairs, pairs: np.ndarray, wanted: np.ndarray) -> None:
     """Raise where what is kept is not what is wanted of pairs."""
     b, i, j = pairs
     actual = pairs_kept(kept, where, pairs)
@@ -108,7 +108,7 @@ def _compare(fn: MaskFunction, where: Where, kept: Kept, pairs: np.ndarray, want
         )
 
 
-def pairs_kept(kept: Kept, where: Where, pairs: np.ndarray) -> np.ndarray:
+def pairs_kept(kept: KeptPairs, where: Where, pairs: np.ndarray) -> np.ndarray:
     """Whether pairs (3, n) are kept: batch element, query and key, in key coordinates."""
     b, i, j = pairs
     if isinstance(kept.what, Rules):

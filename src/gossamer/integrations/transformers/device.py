@@ -76,7 +76,7 @@ class Read(NamedTuple):
     right: tuple[Tensor, ...]  # 0-d booleans, without which the rules are not what the mask keeps
 
 
-class Kept(NamedTuple):
+class KeptPairs(NamedTuple):
     """The pairs of a mask, in key coordinates: key column 0 is at position 0."""
 
     what: Pattern | Rules

@@ -41,14 +41,14 @@ def pattern_of(pairs: Pairs, where: Where, around: tuple[Same, ...] = ()) -> Pat
     pattern = window(reach.left, reach.right)
     images = [rows for rows in pairs.rows if any(rows.values is same.values for same in pairs.same)]
     for same in pairs.same:
-        ids = _of_keys(_values(same, where), where)
+        ids = _key_values(_values(same, where), where)
         image = any(rows.values is same.values for rows in images)
         pattern = both(pattern, Blocks(ids) if image else documents(ids))
     for rows in pairs.rows:
         if not any(rows is image for image in images) and (host(rows.values) < 0).any():
             raise Unreadable("it keeps queries by a tensor")
     for keys in pairs.keys:
-        kept = _of_keys(_mapped(host(keys.values), keys.at), where) != 0
+        kept = _key_values(_mapped(host(keys.values), keys.at), where) != 0
         pattern = pattern if kept.all() else both(pattern, Keys(kept))
     for one, other in pairs.either:
         pattern = both(pattern, either(pattern_of(one, where, around), pattern_of(other, where, around)))
@@ -90,7 +90,7 @@ def _mapped(values: np.ndarray, at: Tensor | None) -> np.ndarray:
     return np.take_along_axis(values, places, 1)
 
 
-def _of_keys(values: np.ndarray, where: Where) -> np.ndarray:
+def _key_values(values: np.ndarray, where: Where) -> np.ndarray:
     """(B or 1, K): of values at absolute positions those of the keys."""
     first, last = where.kv_offset, where.kv_offset + where.K
     if values.shape[1] < last or len(values) not in (1, where.B):

@@ -62,7 +62,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class Lists:
+class TileLists:
     """The tiles of each layout row, partial ones marked by their mask, as one compressed list."""
 
     ptr: np.ndarray  # (rows + 1,)
@@ -127,7 +127,7 @@ def plan_batches(layout: BlockLayout, problem: Problem) -> BatchPlan:
     return BatchPlan(tuple(_to(b, device) for b in batches), masks, T, key_tiles, readable)
 
 
-def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
+def _read(layout: BlockLayout) -> tuple[TileLists, Masks]:
     walk = (layout.rows if layout.host is None else layout.host.rows).on_host()
     rows, bk, bq, T = walk.rows, walk.block_columns, walk.block_rows, walk.tiles
     count = math.prod(walk.lead) * T
@@ -150,7 +150,7 @@ def _read(layout: BlockLayout) -> tuple[Lists, Masks]:
     mask = np.concatenate([np.full(len(parts["full"].row), -1), interval_mask, bits_mask])
     order = np.argsort(row * (1 + int(column.max(initial=0))) + column, kind="stable")
     ptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
-    return Lists(ptr, column[order], mask[order].astype(np.int64)), masks
+    return TileLists(ptr, column[order], mask[order].astype(np.int64)), masks
 
 
 def _segments(run: np.ndarray, n: np.ndarray, start: np.ndarray, T: int) -> Iterator[tuple[int, int, int]]:
@@ -171,7 +171,7 @@ def _segments(run: np.ndarray, n: np.ndarray, start: np.ndarray, T: int) -> Iter
 
 
 def _views(
-    lists: Lists, masks: Masks, a: int, z: int, step: int, limit: int, T: int, heads: tuple[tuple[int, int], ...]
+    lists: TileLists, masks: Masks, a: int, z: int, step: int, limit: int, T: int, heads: tuple[tuple[int, int], ...]
 ) -> Iterator[Batch]:
     n = int(lists.ptr[a + 1] - lists.ptr[a])
     size = max(1, limit // n)
@@ -187,7 +187,7 @@ def _views(
 
 
 def _gathers(
-    lists: Lists,
+    lists: TileLists,
     masks: Masks,
     rows: np.ndarray,
     limit: int,

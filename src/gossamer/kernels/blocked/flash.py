@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from gossamer.kernels.blocked.intervals import (
     PAIRS_OF_BLOCK,
     PAIRS_OF_CALL,
-    Blocks,
+    IntervalBlocks,
     Intervals,
     blocks_of,
     clipped,
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return x.as_strided(self.shape, self.strides, self.offset + x.storage_offset())
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """One call of the operator."""
 
     q: Place  # of q, out and dout: (blocks or key heads, heads, rows, features)
@@ -74,35 +74,35 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class FlashSchedule:
     """The calls of a problem, and the rows that no call, or no key of one, is for."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[FlashCall, ...]
     attended: Attended | None  # of what they read; None: all
     empty: tuple[tuple[slice, slice, Tensor], ...] = ()  # batch elements, heads, (Q,) bool
-    whole: Call | None = None  # the one call, of one block, that computes everything: its results are the results
+    whole: FlashCall | None = None  # the one call, of one block, that computes everything: its results are the results
 
 
-class Part(NamedTuple):
+class FlashPart(NamedTuple):
     """Batch elements and heads, one after the other in memory, that have the same intervals."""
 
     batch: slice
     heads: slice
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[IntervalBlocks, ...]
     intervals: Intervals
 
 
 class FlashPlan:
     """The calls for a layout whose rows keep an interval each, of one direction and set of shapes."""
 
-    def __init__(self, parts: tuple[Part, ...], problem: Problem, features: int) -> None:
+    def __init__(self, parts: tuple[FlashPart, ...], problem: Problem, features: int) -> None:
         self.parts, self.problem, self.features = parts, problem, features
         self.wide = torch.float64 if problem.dtype == "float64" else torch.float32  # the type of lse
         self._masks: dict[tuple[bytes, bytes, int], Tensor] = {}
-        self._of_lengths: Memo[Schedule] = Memo(KEPT_LENGTHS)
+        self._of_lengths: Memo[FlashSchedule] = Memo(KEPT_LENGTHS)
         self.all = self._schedule(parts)
 
-    def schedule(self, key_lengths: Tensor | None) -> Schedule:
+    def schedule(self, key_lengths: Tensor | None) -> FlashSchedule:
         """The calls of a problem whose batch elements have so many keys."""
         if key_lengths is None:
             return self.all
@@ -112,7 +112,7 @@ class FlashPlan:
             return self.all
         return self._of_lengths.get_or_make(lengths, lambda: self._schedule(tuple(self._clipped(lengths))))
 
-    def _clipped(self, lengths: tuple[int, ...]) -> Iterator[Part]:
+    def _clipped(self, lengths: tuple[int, ...]) -> Iterator[FlashPart]:
         """Parts of batch elements of equal lengths."""
         at = 0
         for length, same in groupby(lengths):
@@ -122,11 +122,11 @@ class FlashPlan:
                 if batch.start < batch.stop:
                     blocks = tuple(block for x in part.blocks for block in clipped(x, length))
                     lo, hi = part.intervals
-                    yield Part(batch, part.heads, blocks, Intervals(lo, np.minimum(hi, length)))
+                    yield FlashPart(batch, part.heads, blocks, Intervals(lo, np.minimum(hi, length)))
             at = end
 
-    def _schedule(self, parts: tuple[Part, ...]) -> Schedule:
-        calls: list[Call] = []
+    def _schedule(self, parts: tuple[FlashPart, ...]) -> FlashSchedule:
+        calls: list[FlashCall] = []
         empty = []
         for part in parts:
             for run in self._in_memory(part):
@@ -137,7 +137,7 @@ class FlashPlan:
         whole = calls[0] if len(calls) == 1 and calls[0].blocks == 1 and not empty else None
         rows, keys = self._rows(empty) if empty else None, self._keys(parts)
         attended = None if rows is keys is None else Attended(rows, keys)
-        return Schedule(tuple(calls), attended, tuple(empty), whole)
+        return FlashSchedule(tuple(calls), attended, tuple(empty), whole)
 
     def _rows(self, empty: list[tuple[slice, slice, Tensor]]) -> Tensor:
         """The queries that keep anything."""
@@ -147,7 +147,7 @@ class FlashPlan:
             kept[batch, heads] = ~none[:, None]
         return kept
 
-    def _keys(self, parts: tuple[Part, ...]) -> Tensor | None:
+    def _keys(self, parts: tuple[FlashPart, ...]) -> Tensor | None:
         """The keys that any query keeps, where calls read others as well; else None.
 
         A block has the keys from the first to the last that its rows keep: others are between those of two rows.
@@ -159,12 +159,12 @@ class FlashPlan:
         for part in parts:
             group, some = p.H // p.G, part.intervals.hi > part.intervals.lo
             lo, hi = (x[some] for x in part.intervals)
-            of_group = slice(part.heads.start // group, (part.heads.stop - 1) // group + 1)
+            key_heads = slice(part.heads.start // group, (part.heads.stop - 1) // group + 1)
             ends = np.bincount(lo, minlength=p.K + 1) - np.bincount(hi, minlength=p.K + 1)
-            kept[part.batch, of_group] |= torch.from_numpy(ends.cumsum()[: p.K] > 0)[:, None]
+            kept[part.batch, key_heads] |= torch.from_numpy(ends.cumsum()[: p.K] > 0)[:, None]
         return kept
 
-    def _in_memory(self, part: Part) -> Iterator[_Heads]:
+    def _in_memory(self, part: FlashPart) -> Iterator[_Heads]:
         """The heads of a part whose q and k lie at one stride each."""
         p = self.problem
         group, h = p.H // p.G, part.heads
@@ -179,7 +179,7 @@ class FlashPlan:
                 first, end = max(h.start, g * group), min(h.stop, (g + 1) * group)
                 yield _Heads(b * p.H + first, b * p.G + g, 1, end - first)
 
-    def _calls(self, heads: _Heads, x: Blocks) -> Iterator[Call]:
+    def _calls(self, heads: _Heads, x: IntervalBlocks) -> Iterator[FlashCall]:
         p, S, (first, first_key, n, group) = self.problem, self.features, heads
         q_at, k_at, mask = first * p.Q + x.row, first_key * p.K + x.key, self._mask(x)
         if x.n == 1:
@@ -201,17 +201,17 @@ class FlashPlan:
                 )  # fmt: skip
 
     def _call(
-        self, x: Blocks, q_at: int, k_at: int, lead: Shape, q_strides: Shape, k_strides: Shape, shared: bool,
+        self, x: IntervalBlocks, q_at: int, k_at: int, lead: Shape, q_strides: Shape, k_strides: Shape, shared: bool,
         mask: Tensor | None, rows: int,
-    ) -> Call:  # fmt: skip
+    ) -> FlashCall:  # fmt: skip
         """A call; strides and starts are given in positions."""
         S = self.features
         q = Place((*lead, rows, S), (*(s * S for s in q_strides), S, 1), q_at * S)
         k = Place((*lead, x.keys, S), (*(s * S for s in k_strides), S, 1), k_at * S)
         lse, blocks = Place((*lead, rows), (*q_strides, 1), q_at), lead[0] if x.n > 1 else 1
-        return Call(q, k, lse, x.keys, blocks, x.move, shared, x.causal, mask, x.again)
+        return FlashCall(q, k, lse, x.keys, blocks, x.move, shared, x.causal, mask, x.again)
 
-    def _mask(self, x: Blocks) -> Tensor | None:
+    def _mask(self, x: IntervalBlocks) -> Tensor | None:
         """The number added to the scores of blocks: 0 where a pair is kept, else -inf."""
         if x.bounds is None:
             return None
@@ -294,7 +294,7 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
             blocks = blocks_of(mine, backward, heads)
             if blocks is None:
                 return None
-            parts.append(Part(batch, slice(h, end) if hl > 1 else slice(0, p.H), tuple(blocks), mine))
+            parts.append(FlashPart(batch, slice(h, end) if hl > 1 else slice(0, p.H), tuple(blocks), mine))
             computed += sum(PAIRS_OF_CALL + heads * x.n * (PAIRS_OF_BLOCK + x.pairs // x.n) for x in blocks)
             h = end
     tiles = sum(int(np.asarray(x.counts).sum()) for x in layout.rows.lists.values())
@@ -328,7 +328,7 @@ def forward(plan: FlashPlan, terms: Terms, q: Tensor, k: Tensor, v: Tensor) -> t
 
 
 def _whole(
-    plan: FlashPlan, call: Call, scale: float, q: Tensor, k: Tensor, v: Tensor
+    plan: FlashPlan, call: FlashCall, scale: float, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) by the one call that computes everything: of a cache, the keys that it reads are all that is touched.
 
@@ -468,7 +468,7 @@ def widened(x: Tensor, features: int, contiguous: bool = True) -> Tensor:
 
 
 def _gradients(
-    call: Call, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    call: FlashCall, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a call; keys that heads share have one of each."""
     dq, dk, dv = flash_backward(
@@ -478,7 +478,7 @@ def _gradients(
     return (dq, dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)) if call.shared else (dq, dk, dv)
 
 
-def _add(call: Call, x: Tensor, share: Tensor) -> None:
+def _add(call: FlashCall, x: Tensor, share: Tensor) -> None:
     """Add what the blocks of a call give to their keys, so that no addition meets the same key twice."""
     keys = call.keys
     if call.blocks > 1 and call.move == 0:

@@ -169,11 +169,11 @@ def backward(
             row_sums, mine = _heads(plan, rows_of(sums, batch, where)).squeeze(-1), None
             for piece in batch.pieces:
                 keys, values = (_piece(plan, x, batch, piece, where, scratch, n) for x, n in ((kt, "k"), (vt, "v")))
-                of_rows, *shares = flash_backward(
+                drows, *shares = flash_backward(
                     do, rows, keys, values, o, row_sums, 0.0, False, attn_mask=plan.bias(piece).scores,
                     scale=terms.scale,
                 )  # fmt: skip
-                mine = of_rows if mine is None else mine.add_(of_rows)
+                mine = drows if mine is None else mine.add_(drows)
                 for x, share in zip((dk, dv), shares, strict=True):
                     add(x, batch, piece, where, per_key, share.squeeze(1) if plan.group == 1 else share.sum(1))
             assert mine is not None, "a batch has at least one piece"

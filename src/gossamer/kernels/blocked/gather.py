@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.blocked.gather_lists import Lists, Part, Sums, plan_parts
+from gossamer.kernels.blocked.gather_lists import EdgeLists, GatherPart, Sums, plan_parts
 from gossamer.kernels.blocked.tiles import LOG2E
 from gossamer.kernels.contract import Scoring, Terms, terms_of
 from gossamer.kernels.row_formulas import Attended, compute_dtype, row_terms, sink_gradient
@@ -28,10 +28,10 @@ from gossamer.plan.problem import Problem
 # them, and much less than to wait for one whose core is busy.
 SERIAL = (1 << 15) - 1
 
-_parts: Memos[tuple[Part, ...]] = Memos()  # of layouts
+_parts: Memos[tuple[GatherPart, ...]] = Memos()  # of layouts
 
 
-def parts_of(layout: GatherLayout, problem: Problem) -> tuple[Part, ...]:
+def parts_of(layout: GatherLayout, problem: Problem) -> tuple[GatherPart, ...]:
     """The parts of a layout, made once for each set of shapes and kept as long as the layout."""
     p = problem
     return _parts.of(layout).get_or_make((p.B, p.H, p.G), lambda: plan_parts(layout, p))
@@ -93,8 +93,8 @@ def backward(
         weights, tanh = _scores(part, p, terms, qs[at.rows], ks[at.keys], minus_lse[at.rows])
         ds = minus_delta[at.rows].index_select(0, lists.rows)
         _sampled(lists, douts[at.rows], vs[at.keys], terms.scale, ds)
-        for some, of_them in zip(weights.split(SERIAL), ds.split(SERIAL), strict=True):
-            of_them.mul_(_exp(some))
+        for some, some_ds in zip(weights.split(SERIAL), ds.split(SERIAL), strict=True):
+            some_ds.mul_(_exp(some))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
         dq = _put(dq, _weighted_sums(ks[at.keys], lists.keys, lists.sums, ds), at.rows, len(qs))
@@ -131,7 +131,7 @@ class _Places(NamedTuple):
     keys: slice
 
 
-def _places(part: Part, p: Problem) -> _Places:
+def _places(part: GatherPart, p: Problem) -> _Places:
     first, last, group = part.first, part.first + part.heads - 1, p.H // p.G
     rows = slice(first * p.Q + part.begin, last * p.Q + part.end)
     return _Places(rows, slice(first // group * p.K, (last // group + 1) * p.K))
@@ -160,7 +160,9 @@ def _put(whole: Tensor | None, part: Tensor, at: slice, size: int, add: bool = F
     return whole
 
 
-def _scores(part: Part, p: Problem, terms: Terms, q: Tensor, k: Tensor, added: Tensor) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    part: GatherPart, p: Problem, terms: Terms, q: Tensor, k: Tensor, added: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """(scores (edges,) and a number of each row, `added` (rows,); tanh(s / softcap) or None)."""
     lists, cap = part.lists, terms.softcap
     s = added.index_select(0, lists.rows)
@@ -199,7 +201,7 @@ def _warned() -> None:
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), device="cpu")
 
 
-def _sampled(lists: Lists, a: Tensor, b: Tensor, scale: float, added: Tensor) -> Tensor:
+def _sampled(lists: EdgeLists, a: Tensor, b: Tensor, scale: float, added: Tensor) -> Tensor:
     """scale * a[row] . b[key] of each edge, added to what is there, in place."""
     if len(added):
         _warned()

@@ -47,7 +47,7 @@ class Transposed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Lists:
+class EdgeLists:
     """The keys that each row of a part keeps; indices count in its tables of rows and of keys."""
 
     starts: Tensor  # (rows + 1,) int32: compressed sparse rows
@@ -70,7 +70,7 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Part:
+class GatherPart:
     """Some heads, counted over batch elements, or some rows of one."""
 
     first: int
@@ -78,10 +78,10 @@ class Part:
     begin: int  # of the rows of each head
     end: int
     again: bool  # whether a part before it has the same keys
-    lists: Lists
+    lists: EdgeLists
 
 
-def plan_parts(layout: GatherLayout, problem: Problem) -> tuple[Part, ...]:
+def plan_parts(layout: GatherLayout, problem: Problem) -> tuple[GatherPart, ...]:
     """The parts of a layout of rows of one query, for one set of shapes."""
     assert layout.block_q == 1, layout.block_q
     p, (bl, hl), walk = problem, layout.lead, layout.rows
@@ -89,7 +89,7 @@ def plan_parts(layout: GatherLayout, problem: Problem) -> tuple[Part, ...]:
     edges = counts.sum(-1)
     heads = _together(p, int(edges.max()) + p.Q + p.K)
     ranges = [(0, p.Q)] if heads > 1 else list(_ranges(counts, max(ROWS_TOGETHER, KEYS_OF_A_PART * p.K)))
-    made: dict[tuple[tuple[tuple[int, int], ...], int], Lists] = {}
+    made: dict[tuple[tuple[tuple[int, int], ...], int], EdgeLists] = {}
     parts = []
     for first in range(0, p.B * p.H, heads):
         leads = tuple((n // p.H % bl, n % p.H * hl // p.H) for n in range(first, first + heads))
@@ -98,7 +98,7 @@ def plan_parts(layout: GatherLayout, problem: Problem) -> tuple[Part, ...]:
             if key not in made:
                 made[key] = _lists(layout, p, leads, begin, end)
             again = begin > 0 or first % (p.H // p.G) > 0
-            parts.append(Part(first, heads, begin, end, again, made[key]))
+            parts.append(GatherPart(first, heads, begin, end, again, made[key]))
     return tuple(parts)
 
 
@@ -122,22 +122,22 @@ def _ranges(counts: Tensor, most: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _lists(layout: GatherLayout, p: Problem, leads: tuple[tuple[int, int], ...], begin: int, end: int) -> Lists:
+def _lists(layout: GatherLayout, p: Problem, leads: tuple[tuple[int, int], ...], begin: int, end: int) -> EdgeLists:
     walk, group = layout.rows, p.H // p.G
     n, keys, counts, edges = end - begin, [], [], []
     for at, (b, h) in enumerate(leads):
-        of_rows = walk.counts[b, h, begin:end]
-        listed = walk.indices[_places(walk.starts[b, h, begin:end], of_rows)]
+        lengths = walk.counts[b, h, begin:end]
+        listed = walk.indices[_places(walk.starts[b, h, begin:end], lengths)]
         size = len(listed)
         keys.append(listed + at // group * p.K if at >= group else listed)
-        counts.append(of_rows)
+        counts.append(lengths)
         edges.append(size)
     each = torch.cat(counts).to(torch.int64)
     rows = torch.repeat_interleave(torch.arange(n * len(leads), dtype=torch.int32, device="cpu"), each)
     starts = _starts(each)
     table = (1 + (len(leads) - 1) // group) * p.K
     joined = keys[0] if len(keys) == 1 else torch.cat(keys)
-    return Lists(starts, joined, rows, table, torch.tensor(edges, device="cpu"), _sums(starts))
+    return EdgeLists(starts, joined, rows, table, torch.tensor(edges, device="cpu"), _sums(starts))
 
 
 def _places(starts: Tensor, counts: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ PAIRS_OF_BLOCK = 1 << 9  # likewise, of what the operator does for each block an
 
 
 @dataclass(frozen=True)
-class Blocks:
+class IntervalBlocks:
     """`n` blocks that are alike: block x has `rows` rows from `row + x * step`, and `keys` keys from `key + x * move`.
 
     A row r of a block keeps its first keys up to r where it is causal, those in [lo[r], hi[r]) where these are given,
@@ -132,14 +132,14 @@ def _bits_tiles(walk: Walk) -> _Tiles:
     return _Tiles(row, kept, begin + start, stop + start)
 
 
-def blocks_of(intervals: Intervals, backward: bool, heads: int) -> list[Blocks] | None:
+def blocks_of(intervals: Intervals, backward: bool, heads: int) -> list[IntervalBlocks] | None:
     """Blocks that hold every kept pair once; None where there would be too many of them for what they compute.
 
     Args:
         heads: that they are computed for, over all batch elements: for few small ones, one masked block is.
     """
     lo, hi = intervals
-    alike: list[Blocks] = []
+    alike: list[IntervalBlocks] = []
     longest = 1 + len(lo) // 16
     for run in _runs(lo, hi):
         for blocks in _blocks_of_run(run, ROWS_OF_BACKWARD if backward else ROWS_OF_FORWARD):
@@ -157,7 +157,7 @@ def blocks_of(intervals: Intervals, backward: bool, heads: int) -> list[Blocks] 
         computed = sum(x.pairs for x in alike) if alike else 0
         if heads * (len(lo) * (end - first) - computed) <= (max(len(alike), 2) - 1) * PAIRS_OF_CALL:
             bounds = (lo - first).clip(0), (hi - first).clip(0)
-            return [Blocks(0, len(lo), first, end - first, bounds=bounds)]
+            return [IntervalBlocks(0, len(lo), first, end - first, bounds=bounds)]
     return alike if alike or not some.any() else None
 
 
@@ -188,22 +188,22 @@ def _runs(lo: np.ndarray, hi: np.ndarray) -> Iterator[_Run]:
         at = end
 
 
-def _blocks_of_run(run: _Run, rows_of: tuple[tuple[int, int], ...]) -> Iterator[Blocks]:
+def _blocks_of_run(run: _Run, rows_of: tuple[tuple[int, int], ...]) -> Iterator[IntervalBlocks]:
     row, rows, lo, hi, lo_step, hi_step = run
     width = hi - lo
     last = hi + (rows - 1) * hi_step  # end of the last row
     if (lo_step, hi_step) == (0, 0):
-        yield Blocks(row, rows, lo, width)
+        yield IntervalBlocks(row, rows, lo, width)
         return
     if (lo_step, hi_step) == (0, 1) and width == 1:
-        yield Blocks(row, rows, lo, rows, causal=True)
+        yield IntervalBlocks(row, rows, lo, rows, causal=True)
         return
     if rows * (last - lo) <= MASKED_PAIRS and (lo_step, hi_step) != (1, 1):
         yield _masked(run, 0, rows)
         return
     if (lo_step, hi_step) == (0, 1):
-        yield Blocks(row, rows, lo, width - 1)
-        yield Blocks(row, rows, lo + width - 1, rows, causal=True, again=True)
+        yield IntervalBlocks(row, rows, lo, width - 1)
+        yield IntervalBlocks(row, rows, lo + width - 1, rows, causal=True, again=True)
         return
     each = min(rows, next(n for fewer, n in rows_of if width < fewer))
     if (lo_step, hi_step) == (1, 1):
@@ -219,15 +219,15 @@ def _blocks_of_run(run: _Run, rows_of: tuple[tuple[int, int], ...]) -> Iterator[
         yield _masked(run, r, min(each, rows - r))
 
 
-def _masked(run: _Run, r: int, rows: int) -> Blocks:
+def _masked(run: _Run, r: int, rows: int) -> IntervalBlocks:
     """Rows [r, r + rows) of a run as one block."""
     moved = np.arange(rows)
     first, width = run.lo + r * run.lo_step, run.hi - run.lo + r * (run.hi_step - run.lo_step)
     keys = width + (rows - 1) * run.hi_step
-    return Blocks(run.row + r, rows, first, keys, bounds=(moved * run.lo_step, width + moved * run.hi_step))
+    return IntervalBlocks(run.row + r, rows, first, keys, bounds=(moved * run.lo_step, width + moved * run.hi_step))
 
 
-def _joined(a: Blocks, b: Blocks) -> Blocks | None:
+def _joined(a: IntervalBlocks, b: IntervalBlocks) -> IntervalBlocks | None:
     """Both as one, where b is one more block that is like those of a."""
     alike = (a.rows, a.keys, a.causal, a.again) == (b.rows, b.keys, b.causal, b.again) and b.n == 1 and not b.again
     if not alike or (a.bounds is None) != (b.bounds is None):
@@ -240,7 +240,7 @@ def _joined(a: Blocks, b: Blocks) -> Blocks | None:
     return replace(a, n=a.n + 1, step=step, move=move)
 
 
-def clipped(blocks: Blocks, length: int) -> Iterator[Blocks]:
+def clipped(blocks: IntervalBlocks, length: int) -> Iterator[IntervalBlocks]:
     """The blocks cut to the first `length` keys."""
     whole = blocks.n
     if blocks.move:

@@ -58,8 +58,8 @@ def constants(b: Builder, p: Problem, tile: Tile, scoring: Scoring) -> dict[str,
     scale, cap = scales(scoring)
     mask_b = mask_h = 0  # distances of two batch elements' and two heads' masks; 0 where they share
     if "packed_mask" in b:
-        (Bl, Hl, *_), (of_b, of_h, *_) = b["packed_mask"].shape, b["packed_mask"].strides
-        mask_b, mask_h = of_b if Bl > 1 else 0, of_h if Hl > 1 else 0
+        (Bl, Hl, *_), (stride_b, stride_h, *_) = b["packed_mask"].shape, b["packed_mask"].strides
+        mask_b, mask_h = stride_b if Bl > 1 else 0, stride_h if Hl > 1 else 0
     return {
         "packed_mask": "packed_mask" if "packed_mask" in b else None, "mask_b": mask_b, "mask_h": mask_h, "H": p.H,
         "Q": p.Q, "K": p.K, "q_offset": scoring.q_offset, "GROUP": p.H // p.G, "D": p.D, "E": p.E,

@@ -71,7 +71,7 @@ def order_kernel(
         first = (tl.load(lo + last, mask=there, other=0) + BLOCK - 1) // BLOCK
         least = tl.load(hi + bounds + (t * BLOCK).to(tl.int64) * bound_q, mask=there, other=0)
         behind = tl.where(least >= K, C, least // BLOCK)  # the last block ends with the last key
-    of_full = tl.minimum(behind, K // BLOCK)  # a tile that reaches past the last key is never full
+    full_end = tl.minimum(behind, K // BLOCK)  # a tile that reaches past the last key is never full
     word = tl.arange(0, WORDS)[:, None]
     line = head.to(tl.int64) * words * T + t  # of the first word of each list
     for w0 in range(0, words, WORDS):
@@ -106,7 +106,7 @@ def order_kernel(
             tl.store(kept_bits + to, listed & below(behind[None, :] - (w0 + word) * 32) & ~left, mask=some)
         chosen = listed
         if KINDS == 2:
-            chosen = listed & below(of_full[None, :] - (w0 + word) * 32) & ~left
+            chosen = listed & below(full_end[None, :] - (w0 + word) * 32) & ~left
             number = popcount(listed & ~chosen)
             tl.store(before + plane + to, others[None, :] + tl.cumsum(number, 0) - number, mask=some)
             others += tl.sum(number, 0)
@@ -119,8 +119,8 @@ def order_kernel(
         behind_all = tl.num_programs(0).to(tl.int64) // groups * T + row
         tl.store(row_starts + behind_all, (row * n).to(tl.int32) + full, mask=there)
         tl.store(row_counts + behind_all, others, mask=there)
-    of_nothing = row_counts + KINDS * (tl.num_programs(0).to(tl.int64) // groups * T) + row
-    tl.store(of_nothing, tl.zeros((LISTS,), dtype=tl.int32), mask=there)
+    empty_count = row_counts + KINDS * (tl.num_programs(0).to(tl.int64) // groups * T) + row
+    tl.store(empty_count, tl.zeros((LISTS,), dtype=tl.int32), mask=there)
     tl.debug_barrier()
     for j0 in range(0, n, ENTRIES):
         j = j0 + tl.arange(0, ENTRIES)[None, :]
@@ -133,7 +133,7 @@ def order_kernel(
         place = tl.load(before + to, mask=some, other=0)
         if KINDS == 2:
             base = c // 32 * 32
-            chosen = listed & below(of_full[:, None] - base) & ~below(first[:, None] - base)
+            chosen = listed & below(full_end[:, None] - base) & ~below(first[:, None] - base)
             inside = (chosen >> c % 32 & 1) > 0
             other = full[:, None] + tl.load(before + plane + to, mask=some, other=0)
             place = tl.where(inside, place, other)
@@ -166,8 +166,8 @@ def count_kernel(
     shift = c0 % 32 + tl.arange(0, COLUMNS)
     line = (head.to(tl.int64) * ((C + 31) // 32) + c0 // 32) * T
     c = c0 + tl.arange(0, COLUMNS)
-    of_nothing = counts + (KINDS * (programs // groups) + head).to(tl.int64) * C + c
-    tl.store(of_nothing, tl.zeros((COLUMNS,), dtype=tl.int32), mask=c < C)
+    empty_counts = counts + (KINDS * (programs // groups) + head).to(tl.int64) * C + c
+    tl.store(empty_counts, tl.zeros((COLUMNS,), dtype=tl.int32), mask=c < C)
     for kind in tl.static_range(KINDS):
         counted = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for t0 in range(0, T, ROWS):

@@ -29,9 +29,9 @@ def _at_most(ordered, n, steps, x, some):
 @triton.jit
 def _turn(lo, hi, column_lo, column_hi, lead, c, some, rows, columns, steps):
     """The rows that keep each column."""
-    of_rows, of_columns = lead.to(tl.int64) * rows, lead.to(tl.int64) * columns
-    tl.store(column_lo + of_columns + c, _at_most(hi + of_rows, rows, steps, c, some), mask=some)
-    tl.store(column_hi + of_columns + c, _at_most(lo + of_rows, rows, steps, c, some), mask=some)
+    row_offset, column_offset = lead.to(tl.int64) * rows, lead.to(tl.int64) * columns
+    tl.store(column_lo + column_offset + c, _at_most(hi + row_offset, rows, steps, c, some), mask=some)
+    tl.store(column_hi + column_offset + c, _at_most(lo + row_offset, rows, steps, c, some), mask=some)
 
 
 @triton.jit(do_not_specialize=SIZES)

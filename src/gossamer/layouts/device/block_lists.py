@@ -57,20 +57,23 @@ def block_list_layout(
     if not n:  # a list with room for one tile that is not there: no step below is made for none
         indices = xp.full((Bl, Hl, T, 1), -1, indices)
     bounds = None if lo is None or hi is None else Bounds(xp.int32(lo), xp.int32(hi))
-    of_rows = _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, indices)
-    of_columns = None
+    row_bounds = _bounds_of(bounds, (Bl, Hl, Q), K, block, xp, indices)
+    column_bounds = None
     if transpose:
         turned = None if bounds is None else transposed(bounds, K, xp)
-        of_columns = _bounds_of(turned, (Bl, Hl, K), Q, block, xp, indices)
-    made = _fused(indices, counts, bounds, Q, K, block, of_rows, of_columns, transpose, xp)
+        column_bounds = _bounds_of(turned, (Bl, Hl, K), Q, block, xp, indices)
+    made = _fused(indices, counts, bounds, Q, K, block, row_bounds, column_bounds, transpose, xp)
     if made is None:
         tiles = _tiles(Q, K, block, bounds, xp)
         codes = _codes(indices, counts, tiles, bounds, xp)
-        rows, columns = _rows(codes, tiles, of_rows, xp), _columns(codes, tiles, of_columns, xp) if transpose else None
+        rows, columns = (
+            _rows(codes, tiles, row_bounds, xp),
+            _columns(codes, tiles, column_bounds, xp) if transpose else None,
+        )
     else:
         rows, columns = made
-    walk = _walk(rows, Q, K, block, of_rows, xp)
-    return BlockLayout(walk, _transpose=[] if columns is None else [_walk(columns, K, Q, block, of_columns, xp)])
+    walk = _walk(rows, Q, K, block, row_bounds, xp)
+    return BlockLayout(walk, _transpose=[] if columns is None else [_walk(columns, K, Q, block, column_bounds, xp)])
 
 
 class _Listed(NamedTuple):
@@ -88,15 +91,15 @@ class _Both(NamedTuple):
 
 
 def _fused(
-    indices: Array, counts: Array | None, bounds: Bounds | None, Q: int, K: int, block: int, of_rows: Bounds | None,
-    of_columns: Bounds | None, transpose: bool, xp: Arrays,
+    indices: Array, counts: Array | None, bounds: Bounds | None, Q: int, K: int, block: int, row_bounds: Bounds | None,
+    column_bounds: Bounds | None, transpose: bool, xp: Arrays,
 ) -> _Both | None:  # fmt: skip
     """The lists by kernels of the framework; None where it has none."""
     kernels = xp.fused(indices)
     if kernels is None:
         return None
     lo, hi = (None, None) if bounds is None else bounds
-    row_kinds, column_kinds = (1 if x is None else 2 for x in (of_rows, of_columns))
+    row_kinds, column_kinds = (1 if x is None else 2 for x in (row_bounds, column_bounds))
     made = kernels.block_lists(indices, counts, lo, hi, Q, K, block, row_kinds, column_kinds, transpose)
     rows = _with_zeros(made.row_starts, made.row_counts, made.row_indices)
     columns = _with_zeros(made.column_starts, made.column_counts, made.column_indices) if transpose else None
@@ -104,8 +107,8 @@ def _fused(
 
 
 def _with_zeros(starts: Array, counts: Array, indices: Array) -> _Listed:
-    *of_kinds, nothing = counts
-    return _Listed(list(starts), of_kinds, indices, nothing)
+    *kind_counts, nothing = counts
+    return _Listed(list(starts), kind_counts, indices, nothing)
 
 
 def _walk(listed: _Listed, rows: int, columns: int, block: int, bounds: Bounds | None, xp: Arrays) -> Walk:

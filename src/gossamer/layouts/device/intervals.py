@@ -60,20 +60,20 @@ def interval_layout(
         )
     row_tiles, every = fill_tiles(rows, block_q, xp), xp.arange(max(T, C), lo)
     if not transpose:
-        of_rows = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
-        return BlockLayout(_walk(of_rows, rows, Q, K, block_q, block_kv, every, xp))
+        row_lists = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
+        return BlockLayout(_walk(row_lists, rows, Q, K, block_q, block_kv, every, xp))
     columns = transposed(rows, K, xp)
     column_tiles = fill_tiles(columns, block_kv, xp)
     if block_q == block_kv:  # both directions in half as many steps
         both = Bounds(xp.concatenate([row_tiles.lo, column_tiles.lo]), xp.concatenate([row_tiles.hi, column_tiles.hi]))
-        of_both = _lists(both, block_q, block_kv, 4 * (T + C), xp)
-        of_rows, of_columns = of_both.part(0, T), of_both.part(T, T + C)
+        both_lists = _lists(both, block_q, block_kv, 4 * (T + C), xp)
+        row_lists, column_lists = both_lists.part(0, T), both_lists.part(T, T + C)
     else:
-        of_rows = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
-        of_columns = _lists(column_tiles, block_kv, block_q, 2 * (T + C), xp)
+        row_lists = _lists(row_tiles, block_q, block_kv, 2 * (T + C), xp)
+        column_lists = _lists(column_tiles, block_kv, block_q, 2 * (T + C), xp)
     return BlockLayout(
-        _walk(of_rows, rows, Q, K, block_q, block_kv, every, xp),
-        _transpose=[_walk(of_columns, columns, K, Q, block_kv, block_q, every, xp)],
+        _walk(row_lists, rows, Q, K, block_q, block_kv, every, xp),
+        _transpose=[_walk(column_lists, columns, K, Q, block_kv, block_q, every, xp)],
     )
 
 
