@@ -97,16 +97,16 @@ def test_an_edit_compiles_kernels_of_its_operation_alone(
     shutil.copytree(store.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(store, "PACKAGE", package)
     monkeypatch.setattr(store.importlib.metadata, "version", lambda name: "1.0")
-    before = {entry: store._text(kind.sources) for entry, kind in kinds().items()}
+    before = {entry: store._digest_of(kind.sources) for entry, kind in kinds().items()}
     path = package / edited
     path.write_text(path.read_text() + "\n")
-    changed = {entry for entry, kind in kinds().items() if store._text(kind.sources) != before[entry]}
+    changed = {entry for entry, kind in kinds().items() if store._digest_of(kind.sources) != before[entry]}
     assert {entry.split(".")[1] for entry in changed} == rooms
     # Sums and lists of particles share nothing with their attention.
     assert "attention/" not in edited or {entry.rpartition(":")[2] for entry in changed} == {"attention"}
     path.with_name("another.py").write_text("")
     monkeypatch.setattr(store.importlib.metadata, "version", lambda name: "1.1")
-    assert all(store._text(kind.sources) != before[entry] for entry, kind in kinds().items())
+    assert all(store._digest_of(kind.sources) != before[entry] for entry, kind in kinds().items())
 
 
 def modules_of(path: Path) -> Iterator[str]:
@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch, caplog: pyte
 
 @needs_compiler
 def test_sources_that_change_while_compiling(folder: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(store, "_text", lambda sources: "edited")
+    monkeypatch.setattr(store, "_digest_of", lambda sources: "edited")
     monkeypatch.setattr(store, "_fingerprint", lambda sources: "before the edit")
     assert callable(fresh()(*KEY))
     assert "changed meanwhile" in caplog.records[-1].message

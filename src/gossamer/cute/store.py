@@ -1,10 +1,10 @@
 """Compiled kernels: made when first asked for, kept in memory and as object files on disk.
 
-A file holds what `export_to_c` writes and 32 bytes more, its SHA-256: readers of ELF files ignore what follows. It is
-called through a plain tvm-ffi function, which costs less than calling the compiler's own result. Its name is a digest
-of all that it depends on, so that an entry is never wrong, only unused; processes that make the same one at the same
-time replace it by the same one. An operation registers its kernels with the sources that they are made from: an edit of
-these compiles its kernels again and no others.
+A file holds what `export_to_c` writes, and then its SHA-256: 32 bytes at the end, which readers of ELF files ignore.
+The file's name has a digest of all that the kernel depends on, so that a file is never out of date, only unused, and
+processes that compile the same kernel at the same time may replace each other's file. A loaded kernel is a plain
+tvm-ffi function, which costs less to call than the compiler's own result. An operation registers its kernels with the
+sources that they are compiled from: an edit of these compiles its kernels again and no others.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = logging.getLogger("gossamer")
 
 
 class Kernel:
-    """A kind of kernel, which an operation registers: called with its configuration, gives the function.
+    """A kernel that an operation registers: called with a configuration, it returns the compiled function.
 
     Args:
         entry: "module:function", which takes a configuration and returns an `Entry`.
-        sources: folders and files of the package whose text its machine code depends on, beside `cute`.
-        arrays: what the arrays among its arguments are, from its configuration; None: it is never passed flat.
-        roles: of these arrays, for the form in which `cute.flat` passes them; None: as its entry takes them.
+        sources: folders and files of the package that it is compiled from, besides `cute`.
+        arrays: a function from its configuration to its array arguments; None: it has no flat form.
+        roles: of these arrays, if it is compiled in the flat form of `cute.flat`; None: in its entry's own form.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Kernel:
         return self._kept.get(key) or self._make(key)
 
     def flat(self, roles: tuple[Role, ...]) -> Kernel:
-        """The kind in the form of `cute.flat`."""
+        """This kernel in the flat form of `cute.flat`, whose arrays have these roles."""
         with _lock:
             if roles not in self._flat:
                 self._flat[roles] = Kernel(self.entry, self.sources, self.arrays, roles)
@@ -88,7 +88,7 @@ class Kernel:
 
     def digest(self, *key: Any) -> str:
         """The digest of all that the object file of a configuration depends on: its sources, the compiler, the form."""
-        # Another version in the same process has another package name, and the same kernels.
+        # Without the package's name: `bench/against.py` loads another version under another name.
         return _digest(self.entry.partition(".")[2], self.sources, key if self.roles is None else (key, self.roles))
 
     def path(self, *key: Any) -> Path:
@@ -97,19 +97,19 @@ class Kernel:
 
     @property
     def _folder(self) -> str:
-        """The operation's: "hopper" for those of attention."""
+        """The operation's folder in the cache: its package's name, and "hopper" for attention."""
         _, room, name, *_ = self.module.split(".")
         return name if room == "kernels" else room
 
     def object(self, *key: Any) -> bytes:
         """The object file of a configuration: from disk, or compiled and written there."""
         with _lock:
-            # Without a GPU the compiler cannot see for what it compiles.
+            # Without a GPU the compiler must be told the architecture.
             os.environ.setdefault("CUTE_DSL_ARCH", ARCHITECTURE)
             return self._read(key) or self._compile(key)
 
     def _read(self, key: Any) -> bytes | None:
-        if "CUTE_DSL_KEEP" in os.environ:  # the compiler shall write what it makes on the way
+        if "CUTE_DSL_KEEP" in os.environ:  # the user wants the compiler's intermediate files: compile again
             return None
         path = self.path(*key)
         try:
@@ -130,7 +130,7 @@ class Kernel:
             made.export_to_c(str(local), function_name=FUNCTION)
             data = local.read_bytes()
         log.info("compiled %s %s in %.1f s", self.name, key, perf_counter() - start)
-        if _text(self.sources) != _fingerprint(self.sources):
+        if _digest_of(self.sources) != _fingerprint(self.sources):
             log.warning("the sources of the kernels changed meanwhile: %s is not kept on disk", self.name)
             return data
         path = self.path(*key)
@@ -172,7 +172,7 @@ def _digest(entry: str, sources: tuple[str, ...], key: Any) -> str:
 @cache
 def _fingerprint(sources: tuple[str, ...]) -> str:
     """The digest of the sources as they were when this process first asked."""
-    return _text(sources)
+    return _digest_of(sources)
 
 
 def files_of(sources: tuple[str, ...]) -> list[Path]:
@@ -181,7 +181,7 @@ def files_of(sources: tuple[str, ...]) -> list[Path]:
     return sorted({file for place in places for file in ([place] if place.suffix else place.rglob("*.py"))})
 
 
-def _text(sources: tuple[str, ...]) -> str:
+def _digest_of(sources: tuple[str, ...]) -> str:
     """The digest of the sources that a kernel is made from and of the versions of the compiler."""
     digest = hashlib.sha256()
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):

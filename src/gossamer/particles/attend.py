@@ -77,7 +77,7 @@ def row_gradients(
     dq = scale * xp.einsum("chm,cmhd->chd", dS, theirs.k)
     dk = scale * xp.einsum("chm,cmhd->chd", dSk, theirs.q)
     dv = xp.einsum("chm,cmhe->che", Pk, their.dout)
-    if call.bandwidth is None:  # positions are in no term: 0 even where a list is cut and all else is not a number
+    if call.bandwidth is None:  # no score depends on positions: dx is 0, also where a cut list makes the rest NaN
         return NeighborGradients(dq, dk, dv, xp.zeros_like(xp.stack(mine.x, -1)))
     both = (dS + dSk).sum(1)
     dx = times(xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1), call.pull)

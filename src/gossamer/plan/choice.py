@@ -16,23 +16,23 @@ from gossamer.plan.estimate import Sample
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
 
-# A tile that executes no more than this for each useful pair is not compared with others.
+# If the first tile executes no more pairs than this for each useful pair, nothing else is compared.
 WORTH_A_LOOK = 1.25
 
 _costs: Memo[tuple[float, ...]] = Memo()
 
 
 class Machine(NamedTuple):
-    """How often the lists of a pattern are computed, by heads and batch elements that share them, and by how many.
+    """What an estimate needs beside the layout: how many heads and batch elements share the lists, and the device.
 
     Times are in seconds; see `plan.costs`.
     """
 
-    copies: int = 1
-    processors: int = 0  # that work at the same time; 0: the longest row is not looked at
-    start: float = 0.0  # of a launch
-    combine: float = 0.0  # of one that combines parts of rows
-    gathers_from: float = 0.0  # of the best tile for each useful pair, from which on gather layouts are counted
+    copies: int = 1  # heads times batch elements that share the lists, each of which computes them
+    processors: int = 0  # that work at the same time; 0: unknown, and the longest row is ignored
+    start: float = 0.0  # to begin and end a launch
+    combine: float = 0.0  # of a second launch, which combines the parts of split rows
+    gathers_from: float = 0.0  # gather layouts are counted if the best tile takes more than this for each useful pair
 
     def time(self, total: float, chain: float, split: bool) -> float:
         """The time of all rows, or of the longest one alone where that takes more.
@@ -44,20 +44,25 @@ class Machine(NamedTuple):
         return max(every, self.start + chain) + self.combine * split if self.processors else every
 
     def limit(self, longest: int, tiles: float, rows: int) -> int:
-        """The most steps of an item: long rows are cut in two, and only where rows are many.
+        """The most steps of a work item; a row with more is split.
+
+        If rows are few (at most half as many as processors), rows are split so that every processor has work. If they
+        are many, a row of over twice the mean is split in two. In between none is split.
 
         Args:
-            longest: steps of the longest row; tiles: of all `rows` of the lists.
+            longest: steps of the longest row.
+            tiles: steps of all rows of the lists.
+            rows: of the lists.
         """
         every, work = rows * self.copies, self.processors
-        if every <= work // 2:  # a few steps are not cut
+        if every <= work // 2:  # a part has at least 4 steps
             return max(4, -(-longest * every // work))
         if every <= 2 * work or longest <= 2 * max(FEWEST_TILES, tiles / rows):
             return longest
         return -(-longest // 2)
 
 
-# One whose processors are not known.
+# A machine whose processors are not known.
 ANY_MACHINE = Machine()
 
 
@@ -71,15 +76,15 @@ def costs(
     q_offset: int,
     machine: Machine = ANY_MACHINE,
 ) -> tuple[float, ...]:
-    """The seconds that each option takes, counted on windows of rows without building a layout.
+    """The estimated seconds of each option: of `tiles`, then of `gathers`. No layout is built.
 
-    Small problems take as long as their longest row; see `Machine`. Options that need no look are left out at the end:
-    all after the first tile where that executes at most 1.25 pairs for each useful one, and the gather layouts where
-    none can be the cheapest or each row keeps one interval.
+    Work is counted on windows of rows. A small problem takes as long as its longest row; see `Machine`. The result is
+    shorter where the rest cannot win: only the first tile if that executes at most 1.25 pairs for each useful one, and
+    no gather layouts if none can be the cheapest or each row keeps one interval.
 
     Args:
-        tiles: of block layouts, the preferred one first.
-        gathers: gather layouts.
+        tiles: costs of block layouts, the preferred one first.
+        gathers: costs of gather layouts.
     """
     key = (pattern, Q, K, q_offset, tiles, gathers, machine)
     return _costs.get_or_make(key, lambda: tuple(_count(pattern, Q, K, tiles, gathers, q_offset, machine)))
@@ -153,8 +158,10 @@ class Chosen(NamedTuple):
 
 
 def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
-    """The first implementation of a plan; for a pattern that leaves most of its tiles empty, the one whose tile, or
-    gather layout, takes the least time by counted work.
+    """The implementation that computes a call, and the layout that it reads.
+
+    It is the first of the plan where that reads no block layout, or where one tile is offered and each row keeps one
+    interval. Else it is the one whose tile or gather layout is estimated to take the least time.
     """
     p, first = plan.problem, plan.implementations[0]
     if first.layout != "block":
@@ -173,7 +180,7 @@ def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
 
 
 def machine_of(problem: Problem, pattern: Pattern) -> Machine:
-    """How often the lists of a pattern are computed in a call, and by how many processors; 0 on a CPU."""
+    """The `Machine` of a call. On a CPU `processors` is 0: the longest row is ignored."""
     (b, h), p = pattern.lead, problem
     copies = (p.B if b == 1 else 1) * (p.H if h == 1 else 1)
     costs = costs_of(p)

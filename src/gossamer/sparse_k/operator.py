@@ -18,26 +18,25 @@ from gossamer.torch.transforms import refuse_transforms
 class SparseK(NamedTuple):
     """The result of `sparsek`."""
 
-    m: Tensor  # of u's shape
-    tau: Tensor  # of u's shape without the dimension
+    m: Tensor  # the gates in [0, 1], of u's shape
+    tau: Tensor  # the threshold of each row: u's shape without `dim`
 
 
 class CausalSparseK(NamedTuple):
     """The result of `sparsek_causal`: both (..., N)."""
 
-    tau: Tensor
-    last: Tensor  # int32
+    tau: Tensor  # the threshold of each step
+    last: Tensor  # int32: the last step at which each key is live
 
 
 def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
     """SparseK: the projection of scores onto {0 <= m <= 1, sum m = k}, a differentiable top-k.
 
-    m = clip(u - tau, 0, 1), of the least tau for which sum m <= k. Where the k-th score is 1 or more over the next, m
-    is the hard top-k; k = 1 is sparsemax. Computed exactly, from the sorted breakpoints {u, u - 1} with sums in
-    integers, and rounded once.
+    m = clip(u - tau, 0, 1) with the least tau for which sum m <= k. If the k-th largest score exceeds the next by at
+    least 1, m is the hard top-k; k = 1 is sparsemax. Computed exactly, from the sorted breakpoints {u, u - 1} with sums
+    in integers, and rounded once.
 
-    Where a row has no more than k entries over -inf all of these have m = 1, and tau is -inf. Entries of -inf have
-    m = 0.
+    If a row has at most k entries over -inf, these have m = 1, and tau is -inf. Entries of -inf have m = 0.
 
     The gradient is the exact Jacobian: over the interior I = {0 < m < 1}, dm_j = du_j - mean_I(du) and dtau =
     mean_I(du); it is 0 elsewhere. Where I is empty tau is the largest score that is not kept, and has its gradient. It
@@ -75,22 +74,21 @@ def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
 def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
     """The threshold of SparseK at each step, over the keys up to it, and until when each key lives.
 
-    tau[t] is that of `sparsek(u[..., : t + 1], k)`. It never falls, so that a key j which is no longer live,
-    u[j] > tau[t], never returns: what a decoder drops, it needs no more. The gradient is that of `sparsek`: dtau[t] is
-    the mean of du over the interior keys of t, 0 < u[j] - tau[t] < 1.
+    tau[t] is that of `sparsek(u[..., : t + 1], k)`. Key j is live at step t if u[j] > tau[t]. tau never falls, so a key
+    that is not live never becomes live again: a decoder may drop it. The gradient is that of `sparsek`: dtau[t] is the
+    mean of du over the interior keys of t, 0 < u[j] - tau[t] < 1.
 
     O(N log N) operations of torch and memory of O(N), whatever the scores are; thresholds are exact, and rounded once.
 
     Args:
-        u: scores of keys, (..., N), float32 or float64; a key of -inf is never kept. From the step of a NaN on tau is
-            NaN.
+        u: scores of keys, (..., N), float32 or float64; a key of -inf is never kept. After a NaN all tau are NaN.
         k: how much is kept at each step, at least 1.
 
     Returns:
-        tau (..., N): -inf at steps up to which there are no more than k keys over -inf, all of which have m = 1. Write
-        m as `clip(u - tau, 0, 1)` where u is over -inf.
-        last (..., N) int32: the last step at which u[j] > tau; j - 1 of a key that never is. Key j is live in the
-        steps j, ..., last[j]. From a NaN on tau is NaN, and of keys that were live by then it says nothing.
+        tau (..., N): -inf at steps with at most k keys over -inf, all of which have m = 1. Compute m as
+        `clip(u - tau, 0, 1)` where u is over -inf.
+        last (..., N) int32: the last step at which u[j] > tau; j - 1 for a key that is never live. Key j is live in the
+        steps j, ..., last[j]. `last` is undefined for keys that are live when a NaN comes.
 
     Raises:
         ValueError: an argument is none of these; `Unsupported` for forward mode and torch.func.
@@ -229,7 +227,7 @@ def _threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tenso
     next_one = Steps(end, torch.where(u > -torch.inf, equal, end))
 
     steps = dtau.reshape(u.shape).double()
-    # What comes to steps of a threshold -inf goes to no key, and is kept out of the sums: it may be NaN.
+    # Where tau is -inf dtau reaches no key. It may be NaN, so that the sums must leave it out.
     count, equals = inside.keys(), next_one.keys()
     du = inside.sums(torch.where(count > 0, steps / count.clamp(min=1), 0))
     du = du + next_one.sums(torch.where((count == 0) & (equals > 0), steps / equals.clamp(min=1), 0))
@@ -300,7 +298,7 @@ def _kept(k: Any) -> int:
     return number
 
 
-# Opaque to a compiler, which would take long over the levels of the causal ones.
+# Operators, so that torch.compile does not trace the log2(N) levels of the causal ones, which takes long.
 library = torch.library.Library("gossamer", "FRAGMENT")
 library.define("sparsek(Tensor u, SymInt k) -> (Tensor m, Tensor tau)")
 library.define("sparsek_causal(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
