@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -170,6 +171,19 @@ def _stand_in(argument: Any) -> Any:
     return _like(argument, map(_stand_in, argument)) if isinstance(argument, tuple) else argument
 
 
+def _stand_ins(function: Any, signature: Iterable[Any]) -> list[Any]:
+    """What a kernel is compiled for, of each parameter; constants are those whose names are in capitals."""
+    named = zip(parameters(function), signature, strict=False)
+    return [constants(x) if name.isupper() else _stand_in(x) for name, x in named]
+
+
+def constants(form: Any) -> Any:
+    """A constant of a kernel; each field of a tuple is one, which Triton before 3.9 does not see by itself."""
+    if knobs.runtime.interpret or not isinstance(form, tuple):
+        return form
+    return _like(form, (constants(x) if isinstance(x, tuple) else tl.constexpr(x) for x in form))
+
+
 def _with_names(kind: Any, argument: Any) -> Any:
     """An argument whose tuples have the fields of `kind`, which the interpreter wants."""
     if not isinstance(kind, tuple) or isinstance(kind, Pointer | Blocks):
@@ -183,7 +197,7 @@ def compiled_for(function: Any, signature: Iterable[Any], options: Mapping[str, 
     backend = make_backend(target)
     given = {"debug": False, **options}
     bind = create_function_from_signature(function.signature, function.params, backend)
-    arguments, specialization, rest = bind(*map(_stand_in, signature), **given)
+    arguments, specialization, rest = bind(*_stand_ins(function, signature), **given)
     parsed, types, constants, attributes = function._pack_args(backend, given, arguments, specialization, rest)
     source = ASTSource(fn=function, signature=types, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=target, options=parsed.__dict__)
@@ -194,7 +208,7 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     grid, options = programs.grid, dict(programs.options)
     if knobs.runtime.interpret:
         return lambda *arguments: function[grid](*map(_with_names, programs.signature, arguments), **options)
-    compiled = function.warmup(*map(_stand_in, programs.signature), grid=grid, **options)
+    compiled = function.warmup(*_stand_ins(function, programs.signature), grid=grid, **options)
     x, y, z, *_ = *grid, 1, 1
     whole = x, y, z  # as a compiled kernel wants it
     hooked = compiled[whole]  # loads the kernel

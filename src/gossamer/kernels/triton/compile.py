@@ -78,7 +78,7 @@ def compile_kernel(direction: Direction, config: TileConfig, variant: Variant, s
         for name in STREAMED[direction]:
             size = variant.D if name in ("q", "k") else variant.E
             block = 1, 1, config.columns, padded(size)
-            values[name] = Blocks(variant.dtype, (1, 1, tile_columns, size), (1, 1, padded(size), 1), block)
+            values[name] = Blocks(variant.dtype, (1, 1, tile_columns, size), (padded(size),) * 3 + (1,), block)
     signature = [
         values[name] if name in values else stand_in(name, kind, variant.dtype)
         for name, kind in parameters(kernel).items()
