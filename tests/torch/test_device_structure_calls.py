@@ -265,7 +265,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "list of starts": (None, {"key_starts": [1]}, r"key_starts, a list, must hold B=2 integers.*got \[1\]"),
     "starts of bools": (None, {"key_starts": [1, True]}, r"key_starts, a list, must hold B=2.*it holds True"),
     "lengths": (None, {"key_starts": [0, 1], "key_lengths": ints(1)}, r"key_lengths must be integers of shape \(B,\)"),
-    "documents of other keys": (gs.DocumentIds(ints(1, 2)), {}, "ids of DocumentIds must have K=8 positions; got 2"),
+    "documents of other keys": (gs.DocumentIds(ints(1, 2)), {}, "DocumentIds must have K=8 positions, or.* got 2"),
     "documents of others": (gs.DocumentIds(torch.zeros(3, 8).int()), {}, "for B=2 batch elements, or one for all; got"),
     "documents elsewhere": (
         gs.DocumentIds(torch.zeros(8, device="meta").int()), {}, r"tensors of DocumentIds\(\(8,\)\) must be on",

@@ -193,7 +193,7 @@ def plan_of(pattern: Any, asked: Asked) -> Prepared:
     resolved = resolved_pattern(pattern, p.B, p.H, p.Q, p.K)
     q_offset = asked.q_offset
     if isinstance(resolved, Pattern):
-        resolved.check(p.Q, p.K, p.H, p.B)
+        resolved.check(p.Q, p.K, p.H, p.B, placed=q_offset is not None)
         if not (p.Q and p.K):  # of no pairs there is no layout
             return _without_tiles(resolved, p, q_offset)
     elif isinstance(resolved, Prepared):
@@ -245,7 +245,7 @@ def tiles_of(
             raise ValueError(f"q_offset must be left out with a mask or a layout; got {q_offset}")
         return _fitting(_from_layout(resolved, resolved.q_offset, f"{type(resolved).__name__}"), B, H, Q, K, None)
     offset = K - Q if q_offset is None else q_offset
-    resolved.check(Q, K, H, B)
+    resolved.check(Q, K, H, B, placed=q_offset is not None)
     key = (resolved, Q, K, offset)
 
     def make() -> Prepared:

@@ -19,7 +19,7 @@ def build(pattern: Pattern, Q: int, K: int, *, block_q: int, block_kv: int, q_of
     """
     sizes = pattern._sizes(Q, K, q_offset)
     edges = [tile_edge(name, edge) for name, edge in (("block_q", block_q), ("block_kv", block_kv))]
-    pattern.check(sizes.Q, sizes.K)
+    pattern.check(sizes.Q, sizes.K, placed=q_offset is not None)
     grid = Grid(*sizes, *edges)
     parts, slot = pattern.distinct()
     # Rows that are counted from 0 have the positions that the user of the layout says.

@@ -202,7 +202,7 @@ def build_gather(pattern: Pattern, Q: int, K: int, *, block_q: int, q_offset: in
     if block_q not in WIDTHS:
         sizes_of_groups = ", ".join(map(str, WIDTHS))
         raise ValueError(f"block_q of a gather layout must be one of {sizes_of_groups}, got {show(block_q)}")
-    pattern.check(sizes.Q, sizes.K)
+    pattern.check(sizes.Q, sizes.K, placed=q_offset is not None)
     parts, slot = pattern.distinct()
     built = []
     for part in parts:

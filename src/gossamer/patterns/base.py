@@ -134,6 +134,11 @@ class Pattern(metaclass=_PatternMeta):
     def _check(self, Q: int, K: int) -> None:
         """Raise ValueError when the pattern cannot describe Q rows by K keys."""
 
+    _has_positions = False  # whether it, or what it is made of, may hold a number for each position
+
+    def _check_positions(self, K: int, placed: bool) -> None:
+        """Raise ValueError when the pattern has other positions than K, or fewer where rows are `placed`."""
+
     @property
     def lead(self) -> tuple[int, int]:
         """(Bp, Hp): 1 where batch elements or query heads share the pattern, else how many it describes."""
@@ -189,7 +194,7 @@ class Pattern(metaclass=_PatternMeta):
             array([ True,  True, False])
         """
         sizes = self._sizes(Q, K, q_offset)
-        self.check(sizes.Q, sizes.K)
+        self.check(sizes.Q, sizes.K, placed=q_offset is not None)
         i, j = np.asarray(i), np.asarray(j)
         for name, given in (("i", i), ("j", j)):
             if given.dtype.kind not in "iu":
@@ -225,7 +230,7 @@ class Pattern(metaclass=_PatternMeta):
             0.009955
         """
         sizes = self._sizes(Q, K, q_offset)
-        self.check(sizes.Q, sizes.K)
+        self.check(sizes.Q, sizes.K, placed=q_offset is not None)
         return above.count_pairs(self, sizes) / (sizes.Q * sizes.K * self.lead[0] * self.lead[1])
 
     def layout(self, Q: int, K: int, *, block_q: int, block_kv: int, q_offset: int | None = None) -> BlockLayout:
@@ -237,14 +242,22 @@ class Pattern(metaclass=_PatternMeta):
         """
         return above.build(self, Q, K, block_q=block_q, block_kv=block_kv, q_offset=q_offset)
 
-    def check(self, Q: int, K: int, H: int | None = None, B: int | None = None) -> None:
-        """Raise ValueError unless the pattern fits Q rows, K keys, H query heads and B batch elements."""
+    def check(
+        self, Q: int, K: int, H: int | None = None, B: int | None = None, *, placed: bool = False
+    ) -> None:  # fmt: skip
+        """Raise ValueError unless the pattern fits Q rows, K keys, H query heads and B batch elements.
+
+        Args:
+            placed: q_offset is given, so that it is clear where the rows are among more positions than keys.
+        """
         Bp, Hp = self.lead
         if B is not None and Bp not in (1, B):
             raise ValueError(f"pattern {show(self)} describes {Bp} batch elements, the inputs have {B}")
         if H is not None and Hp not in (1, H):
             raise ValueError(f"pattern {show(self)} describes {Hp} query heads, the inputs have {H}")
         self._check(Q, K)
+        if self._has_positions:
+            self._check_positions(K, placed)
 
     @staticmethod
     def _sizes(Q: Any, K: Any, q_offset: Any = None) -> Sizes:

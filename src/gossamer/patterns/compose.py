@@ -59,6 +59,12 @@ class _Binary(Pattern):
         self.left._check(Q, K)
         self.right._check(Q, K)
 
+    _has_positions = True
+
+    def _check_positions(self, K: int, placed: bool) -> None:
+        self.left._check_positions(K, placed)
+        self.right._check_positions(K, placed)
+
     def tile_ids(self, grid: Grid, ti: np.ndarray, tj: np.ndarray) -> np.ndarray:
         ids = []
         for part in (self.left, self.right):
@@ -175,6 +181,11 @@ class Not(Pattern):
     def _check(self, Q: int, K: int) -> None:
         self.pattern._check(Q, K)
 
+    _has_positions = True
+
+    def _check_positions(self, K: int, placed: bool) -> None:
+        self.pattern._check_positions(K, placed)
+
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         return ~self.pattern._keep(i, j, sizes)
 
@@ -247,6 +258,12 @@ class _Each(Pattern):
     def _check(self, Q: int, K: int) -> None:
         for pattern in self.patterns:
             pattern._check(Q, K)
+
+    _has_positions = True
+
+    def _check_positions(self, K: int, placed: bool) -> None:
+        for pattern in self.patterns:
+            pattern._check_positions(K, placed)
 
 
 @dataclass(frozen=True, eq=False, init=False)

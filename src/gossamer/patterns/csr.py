@@ -248,7 +248,7 @@ def _listed(name: str, pattern: Any, Q: int, K: int, q_offset: int | None, most:
     if not isinstance(pattern, Pattern) or pattern.lead != (1, 1):
         raise ValueError(f"{name} must be one that all batch elements and query heads share, got {show(pattern)}")
     sizes = pattern._sizes(Q, K, q_offset)
-    pattern.check(sizes.Q, sizes.K)
+    pattern.check(sizes.Q, sizes.K, placed=q_offset is not None)
     part = pattern.at(0, 0).lower(sizes)
 
     def check(pairs: int) -> None:

@@ -15,13 +15,14 @@ from gossamer.patterns.grid import EMPTY, FULL, MIXED, Grid, Sizes, ranges
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Document(Pattern):
-    """Pairs whose positions carry the same document id: ids[i] == ids[j]. Positions outside [0, K) see nothing.
+    """Pairs whose positions carry the same document id: ids[i] == ids[j]. Positions without an id see nothing.
 
     `Document(ids) & Causal()` is packed causal attention. Ids that form one run each (packed documents) make
     interval tiles; an id that returns later is legal and makes bits tiles.
 
     Args:
-        ids: integer (K,), or (B, K) for documents that differ by batch element.
+        ids: integer (K,), or (B, K) for documents that differ by batch element. Where `q_offset` is given there may be
+            more than K: those of queries behind the keys of a cache.
 
     Examples:
         >>> (gs.Document([0, 0, 1, 1, 1]) & gs.Causal()).materialize(5, 5).astype(int)
@@ -74,9 +75,13 @@ class Document(Pattern):
     def at(self, b: int, h: int) -> Pattern:
         return self if self.ids.ndim == 1 else Document(self.ids[b])
 
-    def _check(self, Q: int, K: int) -> None:
-        if self.ids.shape[-1] != K:
-            raise ValueError(f"ids of Document must have K={K} positions, got {self.ids.shape[-1]}")
+    _has_positions = True
+
+    def _check_positions(self, K: int, placed: bool) -> None:
+        positions = self.ids.shape[-1]
+        if positions < K or (positions > K and not placed):
+            more = ", or more where q_offset says which of them the queries are at"
+            raise ValueError(f"ids of Document must have K={K} positions{more}; got {positions}")
 
     def _keep(self, i: np.ndarray, j: np.ndarray, sizes: Sizes) -> np.ndarray:
         last = len(self.ids) - 1
@@ -87,11 +92,11 @@ class Document(Pattern):
         starts = np.concatenate([[0], np.nonzero(np.diff(self.ids))[0] + 1, [len(self.ids)]])
         if len(np.unique(self.ids)) != len(starts) - 1:
             return None
-        run = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        run, last = np.repeat(np.arange(len(starts) - 1), np.diff(starts)), len(self.ids) - 1
         i = np.arange(sizes.Q) + sizes.q_offset
-        at = run[np.clip(i, 0, sizes.K - 1)]
-        lo = np.where(i < 0, 0, np.where(i < sizes.K, starts[at], sizes.K))
-        hi = np.where(i < 0, 0, np.where(i < sizes.K, starts[at + 1], sizes.K))
+        at, starts = run[np.clip(i, 0, last)], np.minimum(starts, sizes.K)
+        lo = np.where(i < 0, 0, np.where(i <= last, starts[at], sizes.K))
+        hi = np.where(i < 0, 0, np.where(i <= last, starts[at + 1], sizes.K))
         return lo, hi
 
     def tile_bound(self, grid: Grid) -> int:
@@ -124,7 +129,7 @@ class _DocumentTiles(NamedTuple):
     tj: np.ndarray
     q_min: np.ndarray
     q_max: np.ndarray
-    q_inside: np.ndarray  # all rows of the tile have a position in [0, K)
+    q_inside: np.ndarray  # all rows of the tile have a position that has an id
     k_min: np.ndarray
     k_max: np.ndarray
 
@@ -133,12 +138,12 @@ class _DocumentTiles(NamedTuple):
 def _remembered_tiles(pattern: Document, grid: Grid) -> _DocumentTiles:
     _, ids = np.unique(pattern.ids, return_inverse=True)
     i = np.arange(grid.Q) + grid.q_offset
-    inside = (i >= 0) & (i < grid.K)
+    inside = (i >= 0) & (i < len(ids))
     edges_q = np.arange(grid.nq) * grid.block_q
     edges_k = np.arange(grid.nk) * grid.block_kv
-    at = ids[np.clip(i, 0, grid.K - 1)]
+    at = ids[np.clip(i, 0, len(ids) - 1)]
     # Each (tile, id) once, then a join of the two sides on the id.
-    n = int(ids.max()) + 1
+    n, ids = int(ids.max()) + 1, ids[: grid.K]
     q_tile, q_id = np.divmod(np.unique((np.arange(grid.Q) // grid.block_q * n + at)[inside]), n)
     k_id, k_tile = np.divmod(np.unique(ids * grid.nk + np.arange(grid.K) // grid.block_kv), grid.nk)
     which, entries = ranges(np.searchsorted(k_id, q_id), np.searchsorted(k_id, q_id, side="right"))

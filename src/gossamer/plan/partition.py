@@ -102,7 +102,7 @@ def partition_of(
         batch_elements, _ = pattern.lead
         if not tiles or batch_elements != 1 or problem.tile is not None:
             return (None,)
-        pattern.check(problem.Q, problem.K, problem.H, problem.B)
+        pattern.check(problem.Q, problem.K, problem.H, problem.B, placed=True)
         return (_partition(pattern, problem, q_offset, tiles, gathers),)
 
     (partition,) = _partitions.get_or_make((pattern.handle, problem, q_offset, tiles, gathers), make)

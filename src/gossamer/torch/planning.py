@@ -164,9 +164,12 @@ def check_sizes(a: Arguments, handle: int) -> None:
     except ValueError as error:
         try:
             pattern.check(H, G, Q, B)
+            turned = K > 0 and Q % K == 0
         except ValueError:
-            raise error from None
-        raise ValueError(f"{error}{OTHER_LAYOUT if Q % K == 0 else ''}") from None
+            turned = False
+        if turned or a.q_offset is None:
+            raise ValueError(f"{error}{OTHER_LAYOUT if turned else ''}") from None
+        pattern.check(Q, K, H, B, placed=True)
 
 
 def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.device) -> Selection:
@@ -176,7 +179,7 @@ def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.dev
     layout, takes the least time by counted work.
     """
     p = plan.problem
-    pattern.check(p.Q, p.K, p.H, p.B)
+    pattern.check(p.Q, p.K, p.H, p.B, placed=True)
     chosen = choose(plan, pattern, q_offset)
     layout: Any
     if chosen.form == "dense":

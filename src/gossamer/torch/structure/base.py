@@ -81,8 +81,12 @@ class Structure(ABC):
         return made
 
     @abstractmethod
-    def check(self, sizes: Sizes) -> None:
-        """Raise ValueError unless its tensors fit the sizes of the inputs."""
+    def check(self, sizes: Sizes, placed: bool = False) -> None:
+        """Raise ValueError unless its tensors fit the sizes of the inputs.
+
+        Args:
+            placed: q_offset is given, so that it is clear where the rows are among more positions than keys.
+        """
 
     def check_numbers(self, sizes: Sizes) -> None:
         """Raise ValueError for wrong numbers, where they are read: see `is_read`."""
@@ -187,9 +191,9 @@ class Joined(Structure):
     def placed(self, device: torch.device) -> Structure:
         return Joined(tuple(term.placed(device) for term in self._terms), self.rule)
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: Sizes, placed: bool = False) -> None:
         for term in self._terms:
-            term.check(sizes)
+            term.check(sizes, placed)
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds | None:
         found = [both for both in [term.bounds(position, sizes) for term in self._terms] if both is not None]
@@ -221,7 +225,7 @@ class Positions(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: Sizes, placed: bool = False) -> None:
         """Nothing can be wrong."""
 
 

@@ -55,7 +55,7 @@ class Chosen(Structure):
     def list_heads(self) -> int:
         return self.indices.shape[-3] if self.indices.ndim > 2 else 1
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: Sizes, placed: bool = False) -> None:
         B, H, rows, _ = self._four().shape
         wanted = -(-sizes.Q // self.block)
         if B not in (1, sizes.B) or H not in (1, sizes.G, sizes.H) or rows != wanted:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.checks import boolean
 from gossamer.patterns.reach import Bounds
-from gossamer.torch.arguments import INTEGERS, describe, whole
+from gossamer.torch.arguments import INTEGERS, OTHER_LAYOUT, describe, whole
 from gossamer.torch.structure.base import (
     OF_INTEGERS,
     Edges,
@@ -23,15 +23,16 @@ class DocumentIds(Structure):
     """Packed documents whose ids are a tensor on the device, which may change in each call: pairs of one document.
 
     A document is a run of equal ids: an id that returns later begins another one, while those of `Document`, which is
-    made on the host, are the same. Query row r is at position r + q_offset of the ids; rows at positions outside [0, K)
-    see nothing.
+    made on the host, are the same. Query row r is at position r + q_offset of the ids; rows at positions without an
+    id see nothing.
 
     `DocumentIds(ids) & Causal()` is packed causal attention. It joins by `&`, in either order, patterns that go by
     positions alone: `Dense`, `Causal`, `Local`, `SlidingWindow`, `Dilated`, `Strided`, a `Longformer` without global
     tokens, any `&` and `|` of them. Sinks are the first keys of all, not of each document.
 
     Args:
-        ids: (K,), or (B, K) for documents that differ by batch element; a tensor of integers on q's device.
+        ids: (K,), or (B, K) for documents that differ by batch element; a tensor of integers on q's device. Where
+            `q_offset` is given there may be more than K: those of queries behind the keys of a cache.
 
     Raises:
         ValueError: `ids` is no such tensor; `attention` raises where it has not K positions or other batch elements.
@@ -64,7 +65,7 @@ class DocumentIds(Structure):
             cu_seqlens: (documents + 1,) integers from 0 to `length` that do not decrease: a tensor on q's device, a
                 list or a numpy array. What the host has is checked in each call that is not compiled; on a GPU an entry
                 that is less than one before it counts as that, one over `length` as `length`.
-            length: positions, K.
+            length: positions, K, or more where `q_offset` is given.
             check: raise ValueError for wrong entries on a GPU too; this waits for it, and cannot be compiled.
 
         Raises:
@@ -94,9 +95,12 @@ class DocumentIds(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids,)
 
-    def check(self, sizes: Sizes) -> None:
-        if self.length != sizes.K:
-            raise ValueError(f"ids of DocumentIds must have K={sizes.K} positions; got {self.length}")
+    def check(self, sizes: Sizes, placed: bool = False) -> None:
+        turned = self.length > sizes.K > 0 and self.length == sizes.G and sizes.Q % sizes.K == 0
+        if self.length < sizes.K or (self.length > sizes.K and (turned or not placed)):
+            more = ", or more where q_offset says which of them the queries are at"
+            other = OTHER_LAYOUT if turned else ""
+            raise ValueError(f"ids of DocumentIds must have K={sizes.K} positions{more}; got {self.length}{other}")
         if not self.by_edges and self.ids.ndim == 2 and self.ids.shape[0] not in (1, sizes.B):
             raise ValueError(
                 f"ids of DocumentIds must be for B={sizes.B} batch elements, or one for all; got {describe(self.ids)}"
@@ -107,7 +111,11 @@ class DocumentIds(Structure):
             self._check_edges("ids", "cu_seqlens", self.length, "length")
 
     def bounds(self, position: Tensor, sizes: Sizes) -> Bounds:
-        i, K = position, sizes.K
+        lo, hi = self._runs(position, self.length)
+        return Bounds(lo, hi) if self.length == sizes.K else Bounds(lo.clamp(max=sizes.K), hi.clamp(max=sizes.K))
+
+    def _runs(self, i: Tensor, K: int) -> Bounds:
+        """The document of each position i, of K that there are."""
         if self.by_edges:
             edges = sorted_edges(self.ids, K)
             run, last = torch.searchsorted(edges, i, right=True), len(edges) - 1

@@ -97,7 +97,7 @@ class PackedSequences(Structure):
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(x for x in (self.cu_seq_q, self.cu_seq_k, self.seqused_k) if x is not None)
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: Sizes, placed: bool = False) -> None:
         """Edges are clamped to the sizes."""
 
     def check_numbers(self, sizes: Sizes) -> None:

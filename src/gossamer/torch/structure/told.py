@@ -50,7 +50,7 @@ class Told(NamedTuple):
         Q, K = self.sizes.Q, self.sizes.K
         if self.q_offset is not None and abs(self.q_offset) > most_offset(Q, K):
             raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(self.q_offset)}")
-        self.structure.check(self.sizes)
+        self.structure.check(self.sizes, placed=not self.q_offset is self.offset is None)
 
     def positions(self) -> Tensor | None:
         """Of query rows, (B or 1, 1, Q) int32; offsets past the limit of `q_offset` count as it. None: nothing reads
