@@ -29,7 +29,7 @@ def order_keys_kernel(
     parts,  # (B G K,) int32, to write: parts of keys that are computed in parts
     n_keys, LONG: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """In which order keys are computed; those in parts, of which no pairs are left, come last."""
+    """Write the order in which keys are computed; those in parts, which have no pairs left, come last."""
     length = length_of(begins, n_keys, LONG, HALF)
     own = tl.arange(0, STEP)
     key = tl.program_id(0) * STEP + own
@@ -39,8 +39,8 @@ def order_keys_kernel(
     # What is compared is the number of pairs, then the place; what does not exist stays behind all else.
     left = tl.where(number > length, 0, number)
     place = tl.where(there, tl.minimum(left, 32767) * STEP + STEP - 1 - own, own - STEP)
-    found = tl.sort(place, 0, descending=True)
-    tl.store(order + key, tl.program_id(0) * STEP + STEP - 1 - found % STEP, mask=there)
+    ordered = tl.sort(place, 0, descending=True)
+    tl.store(order + key, tl.program_id(0) * STEP + STEP - 1 - ordered % STEP, mask=there)
 
 
 @triton.jit
@@ -130,10 +130,10 @@ def columns_kernel(
 @triton.jit
 def folded(blocks, SIZE: tl.constexpr, S: tl.constexpr):
     """Pieces [RP, S] added over their rows: [1, S]."""
-    found: tl.tuple = ()
+    sums: tl.tuple = ()
     for p in tl.static_range((SIZE + S - 1) // S):
-        found += (tl.sum(blocks[p], 0)[None, :],)
-    return found
+        sums += (tl.sum(blocks[p], 0)[None, :],)
+    return sums
 
 
 @triton.jit(do_not_specialize=["Q", "K", "n_keys", "halvings"])

@@ -1,4 +1,4 @@
-"""The exact normaliser and weights of rows from their contenders, and the lists of (key, weight) of their supports."""
+"""The exact normaliser and weights of rows from their candidates, and the lists of (key, weight) of their supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def largest(s, j, there, keep):
-    """Which of the scores s [R, C] of keys j are among the `keep` largest, ties to the lowest key."""
+    """The mask of the scores s [R, C] of keys j that are among the `keep` largest, ties to the lowest key."""
     # Without -inf, which is no key.
     order = tl.where(there, ordered(s), -LAST)
     low = tl.min(tl.where(there, order, LAST), 1)
@@ -63,7 +63,7 @@ def normalise(s, a, A: tl.constexpr):
         high = tl.where(F < 1.0, x, high)
         move = newton(F, tl.sum(u, 1), a, A)
         new = tl.minimum(tl.maximum(x + move, low), high)
-        going = (tl.abs(move) > 64.0 * EPS * (1.0 + x)) & (high > low)  # of NaN nothing is found
+        going = (tl.abs(move) > 64.0 * EPS * (1.0 + x)) & (high > low)  # NaN ends the search
         if step % 4 == 3:
             new = tl.where(going, 0.5 * (low + high), new)
         x = tl.where(move == move, new, x)
@@ -84,7 +84,7 @@ def finish_rows(
     keep, L, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
     TOLD: tl.constexpr,
 ):  # fmt: skip
-    """`finish_kernel` over the first C contenders of each row."""
+    """`finish_kernel` over the first C candidates of each row."""
     o = tl.arange(0, C)
     there = o[None, :] < n[:, None]
     s = tl.load(scores + place[:, None] + o[None, :], mask=there, other=-float("inf"))
@@ -95,7 +95,7 @@ def finish_rows(
     if KEYS:
         weighed = kept
     else:
-        p, found = normalise(tl.where(kept, s, -float("inf")), a, A)
+        p, normaliser = normalise(tl.where(kept, s, -float("inf")), a, A)
         weighed = kept & (p != 0.0)
     size = tl.sum(weighed.to(tl.int32), 1)
     listed = m_row & (n >= 0) & (size <= L)
@@ -105,12 +105,12 @@ def finish_rows(
     if not KEYS:
         tl.store(list_weights + to, p, mask=weighed & listed[:, None])
     if TOLD:
-        tl.store(lam + number, found, mask=listed)
+        tl.store(lam + number, normaliser, mask=listed)
         tl.store(support + number, size, mask=listed)
         sure = n >= 0
         if TOP:
             after = tl.max(tl.where(there & ~kept, s, -float("inf")), 1)
-            sure = (after == -float("inf")) | (after <= cut(found, a))
+            sure = (after == -float("inf")) | (after <= cut(normaliser, a))
         tl.store(certified + number, sure, mask=listed)
 
 
@@ -118,7 +118,7 @@ def finish_rows(
 def finish_kernel(
     scores,  # (blocks, R, C) float32
     keys,  # (blocks, R, C) int32
-    counts,  # (blocks, R) int32: -1 of a row that was given up
+    counts,  # (blocks, R) int32: -1 of an overflow row
     steepness,  # (H,) float32: alpha - 1
     lam,  # (B, H, Q) float32, to write
     support,  # (B, H, Q) int32, to write

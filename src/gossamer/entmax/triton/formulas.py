@@ -1,7 +1,7 @@
 """Formulas of alpha-entmax over rows of numbers: a = alpha - 1, p = [1 + a t]_+^(1/a) of t = score - lam.
 
 They hold at a = 0, where p is exp(t). A is alpha - 1 where the compiler knows it, -1 where each head has its own. The
-normaliser lam of a row is found as in `entmax/thresholds.py`, by Newton's method on the (1/a)-norm.
+normaliser lam of a row is computed as in `entmax/thresholds.py`, by Newton's method on the (1/a)-norm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 FAR = tl.constexpr(-1e30)  # stands for a score that is not there: -inf times 0 would be no number
 LOWEST = tl.constexpr(-3.4028234e38)  # a bound that only -inf is under
-MARGIN = tl.constexpr(2e-6)  # relative, of a bound that was found in float32: 16 roundings
+MARGIN = tl.constexpr(2e-6)  # relative, of a bound computed in float32: 16 roundings
 
 
 @triton.jit

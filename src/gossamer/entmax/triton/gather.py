@@ -1,4 +1,4 @@
-"""What is computed of rows by their lists alone: out, and dQ with the gradient of each score.
+"""Kernels over the lists of rows alone: out, and dQ with the gradient of each score.
 
 Rows are gathered in pieces of S numbers, as in `triton/gather/row_kernels.py`; a program has RP rows.
 """
@@ -31,19 +31,19 @@ def where(some, x, SIZE: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def keys_of(pointers, left, start, N: tl.constexpr):
     """The next N keys of each list; its first key past the end, whose rows may hold what is no number."""
-    found: tl.tuple = ()
+    keys: tl.tuple = ()
     for c in tl.static_range(N):
-        found += (tl.load(pointers + c, mask=c < left, other=start),)
-    return found
+        keys += (tl.load(pointers + c, mask=c < left, other=start),)
+    return keys
 
 
 @triton.jit
 def weights_of(pointers, left, N: tl.constexpr):
     """The next N weights of each list; 0 past the end."""
-    found: tl.tuple = ()
+    weights: tl.tuple = ()
     for c in tl.static_range(N):
-        found += (tl.load(pointers + c, mask=c < left, other=0.0),)
-    return found
+        weights += (tl.load(pointers + c, mask=c < left, other=0.0),)
+    return weights
 
 
 @triton.jit(do_not_specialize=["first_row", "n_rows", "Q"])

@@ -1,4 +1,4 @@
-"""Which rows a program computes, which keys they may see, and tiles of their scores."""
+"""The rows of a program, the keys that they may see, and tiles of their scores."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ def list_rows_kernel(
     head = tl.program_id(0).to(tl.int64)
     if head == 0:
         tl.store(drawn + tl.arange(0, 2), 0)
-    found = 0
+    listed = 0
     for first in range(0, Q, STEP):
         row = first + tl.arange(0, STEP)
         some = (tl.load(list_counts + head * Q + row, mask=row < Q, other=0) < 0).to(tl.int32)
         number = tl.sum(some, 0)
         if number > 0:
-            tl.store(row_list + head * Q + found + tl.cumsum(some, 0) - 1, row, mask=some > 0)
-        found += number
-    tl.store(row_counts + head, found)
+            tl.store(row_list + head * Q + listed + tl.cumsum(some, 0) - 1, row, mask=some > 0)
+        listed += number
+    tl.store(row_counts + head, listed)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def tile_ranges_kernel(
     ranges,  # (B H, tiles, 4) int32, to write
     tiles, Q, K, offset, R: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile of rows the keys [0, 1) that any may see, and those [2, 3) that every one does."""
+    """Write for each tile of rows the keys [0, 1) that any row may see, and those [2, 3) that every row does."""
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     if tile * R >= tl.load(row_counts + head):
@@ -153,7 +153,7 @@ def load_rows(base, j, K, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKE
 
 @triton.jit
 def seen_by(j, given, MASKED: tl.constexpr, POSITIONS: tl.constexpr):
-    """Which rows see which keys; `given` are first, last, at, k_positions, stride_kp and K, as for `visible`."""
+    """The keys that rows see, as a mask; `given` are first, last, at, k_positions, stride_kp and K, as of `visible`."""
     first, last, at, k_positions, stride_kp, K = given
     seen = j[None, :] >= 0
     if MASKED:

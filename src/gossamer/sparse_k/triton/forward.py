@@ -1,4 +1,4 @@
-"""The forward of gated attention: a tile of queries over its window, and over the list of keys that live in it."""
+"""The forward of SparseK attention: a tile of queries over its window, and over the list of keys that live in it."""
 
 from __future__ import annotations
 

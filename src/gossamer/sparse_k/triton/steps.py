@@ -1,4 +1,4 @@
-"""What the kernels of gated attention share: gates, scores and weights of a tile, and rows of a matrix."""
+"""The parts that kernels of SparseK attention share: gates, scores and weights of a tile, and rows of a matrix."""
 
 from __future__ import annotations
 
