@@ -25,7 +25,7 @@ RENAMED = {"dense": "small"}  # implementations, by the names in older versions 
 
 
 def read_records(path: Path) -> list[Record]:
-    """All rows, each with every field that was added, in the order in which they were added.
+    """The rows of a file, each with every field that was added, in the order in which they were added.
 
     Raises:
         ValueError: a line is no JSON object.

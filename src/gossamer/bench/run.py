@@ -83,7 +83,7 @@ class Ready:
 
 
 def run_case(session: Session, work: Workload, peers: Sequence[Peer] = ()) -> list[Row]:
-    """All rows of a case: gossamer's and each peer's, in every direction."""
+    """The rows of a case: gossamer's and each peer's, in every direction."""
     return measure_case(session, prepare_case(session, work, peers))
 
 

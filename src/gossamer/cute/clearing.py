@@ -71,7 +71,7 @@ def landing_of(memory: Any, clears: bool) -> Landing | None:
 
 @cute.jit
 def outside(first, end, rows: cutlass.Constexpr):
-    """Of so many rows, a bit for each of this lane's that is not of [first, end)."""
+    """A bit for each of this lane's rows, of so many, that is not in [first, end)."""
     bits = Int32(0)
     for i in cutlass.range_constexpr(rows // WARP):
         row = cute.arch.lane_idx() + WARP * i
@@ -82,7 +82,7 @@ def outside(first, end, rows: cutlass.Constexpr):
 
 @cute.jit
 def unset(pool, lead, first, keys, tile: cutlass.Constexpr, rows: cutlass.Constexpr):
-    """Of so many keys from `first` on a bit for each of this lane's that nothing attends, of tiles of `tile` keys.
+    """A bit for each of this lane's keys, of so many from `first` on, that nothing attends, in tiles of `tile` keys.
 
     The pool ends with a row of words for each tile of keys of each lead, the first tile's last.
     """
@@ -125,7 +125,7 @@ class KeptKeys(Opaque):
 
     @cute.jit
     def missing(self, first, by_interval, rows: cutlass.Constexpr):
-        """Of so many keys from `first` on a bit for each of this lane's that nothing attends, as `Landing.clear` has.
+        """A bit for each of this lane's keys, of so many from `first` on, that nothing attends, as `Landing.clear` has.
 
         by_interval: whether they are of a tile of intervals. None where the configuration clears no keys.
         """

@@ -67,9 +67,7 @@ def _pairs_in(tiles: KeptTiles, interval: Intervals | None, grid: Grid) -> int:
 
 
 def count_tiles(pattern: Pattern, grid: Grid, start: int, stop: int) -> tuple[int, int, int, np.ndarray]:
-    """Of tile rows [start, stop) of a pattern shared by heads: pairs kept, of listed tiles, and of bits tiles; and the
-    tiles of each row.
-    """
+    """(kept pairs, pairs of listed tiles, of bits tiles, tiles of each row) of tile rows [start, stop) of one head."""
     part = _interval_part(pattern, grid.sizes)
     interval = None if part is None else part.intervals(grid.sizes)
     if interval is not None and part is pattern:

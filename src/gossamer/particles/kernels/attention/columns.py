@@ -92,7 +92,7 @@ class ParticleColumnConsumer(ColumnConsumer):
 
     @cute.jit
     def beside_products(self, stage):
-        """What dS adds to the gradients of positions."""
+        """Add dS to the gradients of positions."""
         if const_expr(self.gaussian):
             self.places.add_pull(self.acc_dp, stage)
             cute.arch.sync_warp()  # No product uses the positions, and one lane gives the stage back.
@@ -125,7 +125,7 @@ class NamedKeys(NamedRows):
         return (RingPair(block.k, block.v),)
 
     def loader(self, block: GatherColumnBlock) -> KeyRows:
-        """What loads the keys of an item."""
+        """The loader of the keys of an item."""
         return KeyRows(block)
 
     def store(self, block: GatherColumnBlock) -> None:
@@ -157,7 +157,7 @@ class ParticleColumns:
         exponent: Float32, factor: Float32, items: Int32, blocks: Int32, size_x: Float32, size_y: Float32,
         size_z: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `GatherColumnArguments`, `Named` and `Box`; `before` is the factor of r^2, `pull` as of dQ."""
+        """Launch with `GatherColumnArguments`, `Named` and `Box`; `before`: the factor of r^2; `pull`: as for dQ."""
         arguments = GatherColumnArguments(
             k=k, v=v, dk=dk, dv=dv, source_result=pull, q=q, dout=dout, terms=terms, work=work, segments=segments,
             indices=indices, bits=bits, source=Named(particles, theirs, mine, far), part_dk=part_dk, part_dv=part_dv,

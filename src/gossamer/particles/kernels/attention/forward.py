@@ -113,7 +113,7 @@ class PlacedMask(GatheredMask):
 
 
 class GaussianSoftmax(ParticleSoftmax):
-    """Of scores that depend on the distance as well."""
+    """The softmax of scores that depend on the distance as well."""
 
     mask: PlacedMask
 
@@ -136,7 +136,7 @@ class ForwardRows(NamedRows):
         return ParticleItems.of(memory, "q", c.q_stages, readers)
 
     def loader(self, block: GatherForwardBlock) -> ParticleLoader:
-        """What loads the rows of an item."""
+        """The loader of the rows of an item."""
         return ParticleLoader(block, block.items, [(block.arguments.q, block.s_q)])
 
     def store(self, block: GatherForwardBlock) -> None:
@@ -169,7 +169,7 @@ class ParticleForward:
         tile_counter: cute.Tensor, before: Float32, exponent: Float32, items: Int32, has_sinks: Int32, blocks: Int32,
         size_x: Float32, size_y: Float32, size_z: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `GatherForwardArguments`, `Named` and `Box`; `before` is the factor of r^2."""
+        """The parameters of `GatherForwardArguments`, `Named` and `Box`; `before` is the factor of r^2."""
         arguments = GatherForwardArguments(
             q=q, out=out, k=k, v=v, lse=lse, work=work, indices=indices, bits=bits,
             source=Named(particles, theirs, mine, far), sinks=sinks, part_out=part_out, part_lse=part_lse,

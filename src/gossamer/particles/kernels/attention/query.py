@@ -93,7 +93,7 @@ class GradientRows(NamedRows):
         return ParticleItems.of(memory, "q", 1, 4)
 
     def loader(self, block: GatherQueryBlock) -> ParticleLoader:
-        """What loads the rows of an item."""
+        """The loader of the rows of an item."""
         a = block.arguments
         return ParticleLoader(block, block.q, [(a.q, block.s_q), (a.dout, block.s_dout)])
 
@@ -117,7 +117,7 @@ class ParticleQuery:
         tile_counter: cute.Tensor, before: Float32, exponent: Float32, factor: Float32, items: Int32, blocks: Int32,
         size_x: Float32, size_y: Float32, size_z: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `GatherQueryArguments`, `Named` and `Box`; `before` is the factor of r^2.
+        """The parameters of `GatherQueryArguments`, `Named` and `Box`; `before` is the factor of r^2.
 
         pull: (H, N, 4) float32: sums of dS times steps; not written without a Gaussian.
         """

@@ -71,7 +71,7 @@ def name_rows(particles, names, tile, stage):
 
 
 class ParticleRows(RowCopies):
-    """What a thread copies of the rows of an item, from a tensor to shared memory or back: few at a time."""
+    """The part of an item's rows that a thread copies, from a tensor to shared memory or back: few at a time."""
 
     def __init__(self, tensor: Any, ring: Any, shared: Any, names: Any, size: int, thread: Any, threads: int) -> None:
         """`shared`: (64, size, stages); `names`: (64, stages) int32."""

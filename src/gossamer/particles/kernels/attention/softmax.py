@@ -20,7 +20,7 @@ INFINITE = 0x7F800000  # the bits of infinity
 
 
 class ParticleSoftmax(Softmax):
-    """As `Softmax`, of which scores become powers in place."""
+    """A `Softmax` whose scores become powers in place."""
 
     def __init__(self, block: Any, thread: Any, mma: Any) -> None:
         super().__init__(block, thread, mma)
@@ -50,7 +50,7 @@ class ParticleSoftmax(Softmax):
 
     @cute.jit
     def after_values(self, scores, begun, rescale: cutlass.Constexpr, half: cutlass.Constexpr = None):
-        """What is left of a step's softmax when P V is done, and P in 16 bits; `rescale`: O too, if need be."""
+        """Finish a step's softmax once P V is done, and convert P to 16 bits; `rescale`: O too, if need be."""
         _, mark = begun
         self.row_sum[1] = self.row_sum[1] + self.exponentials(scores, 1)
         self.convert(scores, half)

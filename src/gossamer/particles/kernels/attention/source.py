@@ -1,4 +1,4 @@
-"""What the row sources of the three kernels share: lists name the rows of items, and say where they are."""
+"""The parts that the row sources of the three kernels share: lists name the rows of items, and give their positions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Box(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the roles of a block share."""
+    """The memory that the roles of a block share."""
 
     names: cute.Tensor  # (64, stages) int32: the words of an item's rows
     points: cute.Tensor | None = None  # (4, 64, slots) float32: with a Gaussian, where the gathered rows of a step are
@@ -52,7 +52,7 @@ class NamedRows:
         return {**points, "names": array(Int32, ROWS * self.stages, 128)}
 
     def shared(self, arguments: Any, memory: Any, c: GatherConfig) -> Shared:
-        """What roles share of rows."""
+        """The memory of rows that roles share."""
         names, named = words(memory.names, ROWS, self.stages), arguments.source
         if not c.gaussian:
             return Shared(names)
@@ -60,7 +60,7 @@ class NamedRows:
         return Shared(names, words(memory.points, POINT, ROWS, self.slots), space)
 
     def words(self, block: Any, thread: Any) -> WordCopies:
-        """What copies the words of a step, and with a Gaussian the positions of what is gathered."""
+        """The copier of the words of a step, and with a Gaussian of the positions of gathered particles."""
         a, source = block.arguments, block.source
         if block.config.gaussian:
             return WithPoints(a.bits, block.s_words, thread, a.source.theirs, source.points)

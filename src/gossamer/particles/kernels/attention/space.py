@@ -22,7 +22,7 @@ AXES = 3
 
 
 class Space(NamedTuple):
-    """What tells where rows and columns are."""
+    """The positions of rows and columns."""
 
     theirs: cute.Tensor  # (columns, 4) float32: of columns, in the frame of their rows
     mine: cute.Tensor  # (rows, 4) float32
@@ -91,7 +91,7 @@ class Places(Opaque):
 
     @cute.jit
     def _visit(self, numbers, slot, folded: cutlass.Constexpr, pulls: cutlass.Constexpr):
-        """All pairs of a step."""
+        """Visit all pairs of a step."""
         for j in cutlass.range_constexpr(cute.size(numbers) // 4):
             for c in cutlass.range_constexpr(2):
                 point = cute.make_rmem_tensor((POINT,), Float32)

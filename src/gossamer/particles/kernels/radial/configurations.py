@@ -59,7 +59,7 @@ class RadialConfig:
 
     @property
     def payload(self) -> int:
-        """What a particle brings beside its position."""
+        """The numbers of a particle beside its position."""
         of = {"sum": self.channels, "sum_slopes": 2 * self.channels, "force": 1, "force_slopes": 4, "count": 0}
         return of[self.term]
 

@@ -47,7 +47,7 @@ class Number:
         return Number(value, None if self.slope is None else factor() * self.slope, self.base)
 
     def _other(self, other: Any) -> Result:
-        """What stands on the other side of an operator."""
+        """The operand on the other side of an operator."""
         if isinstance(other, Number):
             return Result(other.value, other.slope)
         if isinstance(other, (bool, np.bool_)) or not isinstance(other, (int, float, np.integer, np.floating)):
@@ -134,7 +134,7 @@ class Number:
 
 
 class Condition:
-    """What is true of a number, at each place: for `xp.where`."""
+    """A condition on a number, at each place: for `xp.where`."""
 
     __array_ufunc__ = None
 
@@ -157,7 +157,7 @@ class Condition:
 
 
 class Functions:
-    """What a function of r^2 may call."""
+    """The functions that a function of r^2 may call."""
 
     def __init__(self, base: Any, like: Number) -> None:
         self._base, self._like = base, like
@@ -244,7 +244,7 @@ def result(function: Callable[..., Any], s: Any, base: Any, numbers: Iterable[An
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Of all that a function computes from: its code, its defaults, and the numbers and functions that it reads.
+    """The digest of all that a function computes from: its code, its defaults, the numbers and functions that it reads.
 
     Raises:
         TypeError: it reads something else, whose changes no digest would see.

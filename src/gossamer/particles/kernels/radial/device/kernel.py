@@ -76,7 +76,7 @@ class RadialSums:
         n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
         n8: Float32, n9: Float32, n10: Float32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `RadialArguments`; n0 to n10 are the law's numbers."""
+        """Launch the kernel; the parameters are those of `RadialArguments`, n0 to n10 the law's numbers."""
         each = WARPS * self.config.queries
         self.kernel(
             particles, clusters, blocks, groups, order, out, size_x, size_y, size_z, square, n0, n1, n2, n3, n4,

@@ -1,4 +1,4 @@
-"""What a pair adds to the sums of its query: instructions on registers, for one query and a lane's candidate.
+"""The terms of a pair in the sums of its query: instructions on registers, for one query and a lane's candidate.
 
 A term is made of the numbers of its law. `add` gets the query's place k, the parts of x_candidate - x_query, s = r^2,
 whether the pair is within the radius, and what the two bring; sums are in `total`, one for each output and query.
@@ -49,7 +49,7 @@ def assembly(code: str, *operands: Any) -> Any:
 
 
 class Base:
-    """What functions that users write are computed by."""
+    """The operations by which functions that users write are computed."""
 
     where = staticmethod(select)
 
@@ -86,7 +86,7 @@ class Term:
         self.start = 0.0  # what s begins with
 
     def add(self, total: Any, k: int, step: Any, s: Any, within: Any, mine: Any, theirs: Any) -> None:
-        """Of one pair."""
+        """Add one pair."""
         raise NotImplementedError
 
     def put(self, total: Any, output: int, k: int, within: Any, x: Any, y: Any) -> None:
