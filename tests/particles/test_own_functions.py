@@ -174,7 +174,7 @@ from gossamer import particles as gp
 from gossamer.particles.calls import call_of
 from tests.particles.test_own_functions import OWN
 if sys.argv[1] == "again":
-    compiled.Sums.build = None  # what is on disk is read
+    compiled.radial.build = None  # what is on disk is read
 of = ("sum", "sum_slopes"), ("sum_slopes",), ("force", "force_slopes"), ("sum",), ("sum_slopes",)
 for (function, numbers), terms in zip(OWN, of, strict=True):
     for term in terms:
@@ -190,7 +190,7 @@ def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "GOSSAMER_CACHE_DIR": str(tmp_path)}
     for time in ("first", "again"):
         subprocess.run([sys.executable, "-c", COMPILE, time], check=True, env=environment)
-    assert len(list((tmp_path / "radial").glob("radial-*.o"))) == 7
+    assert len(list((tmp_path / "particles").glob("radial-*.o"))) == 7
 
 
 def test_conditions() -> None:

@@ -32,7 +32,7 @@ for term, channels, queries in kinds:
 def test_every_term_compiles(architecture: str, tmp_path: Path) -> None:
     environment = {**os.environ, "CUTE_DSL_ARCH": architecture, "GOSSAMER_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment)
-    assert len(list((tmp_path / "radial").glob("radial-*.o"))) == 12
+    assert len(list((tmp_path / "particles").glob("radial-*.o"))) == 12
 
 
 def test_a_file_is_of_its_sources_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
