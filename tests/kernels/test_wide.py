@@ -138,7 +138,7 @@ for dtype, edge, block, precision in (("bfloat16", 128, 256, "ieee"), ("float32"
         values |= dict.fromkeys(("lse", "delta", "scores"), Pointer("float32", True))
         kept = Pointer(dtype if constants.get("BACKWARD") else "float32", True)
         values |= {"first": kept, "second": kept, "FORM": filled(form, constants)}
-        signature = [values[name] if kind is None or name in values else filled(kind, values)
+        signature = [values[name] if kind is None or name == "FORM" else filled(kind, values)
                      for name, kind in parameters(kernel).items()]
         options = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
         compiled = compiled_for(kernel, signature, options, sm)

@@ -21,7 +21,8 @@ from types import SimpleNamespace
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gossamer.sparse_k.triton import forward, key_gradients, lists, query_gradient, triton_calls
+from gossamer.sparse_k.launch import triton as triton_calls
+from gossamer.sparse_k.triton import forward, key_gradients, lists, query_gradient
 from gossamer.sparse_k.thresholds_triton import gradient, order, starts, walks
 from gossamer.sparse_k.thresholds_triton import launch as prefixes
 from gossamer.kernels.triton.compile import _ptxas
