@@ -146,40 +146,44 @@ def query_gradient(config: QueryConfig) -> Entry:
     )  # fmt: skip
 
 
+GATHER = {"forward": GatherForward, "query": GatherQuery, "columns": GatherColumns, "gradients": GatherGradients}
+
+
 def gather(config: GatherConfig) -> Entry:
     """A kernel over gathered columns: the forward, dQ, or dK and dV."""
+    kernel = Float32Forward if config.dtype == "float32" else GATHER[config.direction]
+    return Entry(kernel(config), *gather_arguments(config))
+
+
+def gather_arguments(config: GatherConfig, more_lists: tuple[Any, ...] = (), pull: tuple[Any, ...] = ()) -> list[Any]:
+    """The types of the arguments of such a kernel.
+
+    Args:
+        more_lists: of lists behind those that all have; pull: of what is written behind the gradients.
+    """
     n, c, s = NUMBERS[config.dtype], config, cute.sym_int
     B, H, G, Q, K = s(), s(), s(), s(), s()
     inputs = strided(n, B, H, Q), strided(n, B, G, K), strided(n, B, G, K), strided(n, B, H, Q)
-    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries))
+    items, lists = compact(Int32, s(), ITEM), (compact(Int32, s()), compact(Int32, s(), c.queries), *more_lists)
     terms, part, lengths = compact(Float32, 2, B, H, s()), compact(Float32, s(), 64, c.size), compact(Int32, s())
-    tile_counter = compact(Int32, 1)
-    of_forward = (
-        inputs[3], loose(Float32, B, H, Q), items, *lists, compact(Float32, s()), part, compact(Float32, s(), 64),
-        lengths, tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3,
-    )  # fmt: skip
-    if c.dtype == "float32":
-        halves = *[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)
-        return Entry(Float32Forward(c), *inputs[:3], *halves, *of_forward)
+    tile_counter, numbers = compact(Int32, 1), [Float32(1)] * 3 + [Int32(1)] * 2
     if c.direction == "forward":
-        return Entry(GatherForward(c), *inputs[:3], *of_forward)
-    numbers = [Float32(1)] * 3 + [Int32(1)] * 2
-    if c.direction == "gradients":
-        sums = compact(Float32, B, G, K, c.size)
-        return Entry(
-            GatherGradients(c), *inputs, terms, sums, sums, strided(n, B, H, Q), items, *lists, part, lengths,
-            tile_counter, *numbers,
-        )  # fmt: skip
-    if c.direction == "query":
-        return Entry(
-            GatherQuery(c), *inputs, terms, strided(n, B, H, Q), items,
-            *lists, part, lengths, tile_counter, *numbers,
-        )  # fmt: skip
-    return Entry(
-        GatherColumns(c), *inputs, terms, strided(n, B, G, K),
-        strided(n, B, G, K), items, compact(Int32, s(), SEGMENT), *lists, part,
-        compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
-    )  # fmt: skip
+        halves: list[Any] = []
+        if c.dtype == "float32":
+            halves = [*[compact(Float16, B, G, K, 2 * c.size)] * 2, compact(Float32, B, G, K, 2)]
+        return [
+            *inputs[:3], *halves, inputs[3], loose(Float32, B, H, Q), items, *lists, compact(Float32, s()), part,
+            compact(Float32, s(), 64), lengths, tile_counter, *[Float32(1)] * 2, *[Int32(1)] * 3,
+        ]  # fmt: skip
+    if c.direction == "columns":
+        return [
+            *inputs, terms, strided(n, B, G, K), strided(n, B, G, K), *pull, items, compact(Int32, s(), SEGMENT),
+            *lists, part, compact(Float32, s(), 64, c.size), lengths, tile_counter, *numbers,
+        ]  # fmt: skip
+    sums = [compact(Float32, B, G, K, c.size)] * 2 if c.direction == "gradients" else []
+    return [
+        *inputs, terms, *sums, strided(n, B, H, Q), *pull, items, *lists, part, lengths, tile_counter, *numbers,
+    ]  # fmt: skip
 
 
 def rows(config: RowsConfig) -> Entry:

@@ -1,4 +1,4 @@
-"""What the arrays among a kernel's arguments are to it, in the order of the call, as `device.entries` has them."""
+"""The roles of the arrays among a kernel's arguments, in the order of the call, as `device.entries` has them."""
 
 from __future__ import annotations
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from gossamer.cute.parameters import Parameter, parameters_of
+from gossamer.cute.parameters import Parameter
 from gossamer.kernels.hopper.device.gather.configurations import GatherConfig
+from gossamer.kernels.hopper.device.parameters import parameters as gather_parameters
 
-_GRADIENT = "q/4 k/4 v/4 dout/4 terms"
-_LISTS = "indices bits particles theirs mine far"
-_END = "lengths tile_counter+"
-DIRECTIONS = {
-    "forward": f"q/4 k/4 v/4 out/4! lse/3! work {_LISTS} sinks part_out! part_lse! {_END}",
-    "query": f"{_GRADIENT} dq/4! pull! work {_LISTS} part_dq! {_END}",
-    "columns": f"{_GRADIENT} dk/4! dv/4! pull! work segments {_LISTS} part_dk! part_dv! {_END}",
-}
+LISTS = [Parameter(name, 0, "read") for name in ("particles", "theirs", "mine", "far")]
+PULL = Parameter("pull", 0, "made")
 
 
 def parameters(config: GatherConfig) -> tuple[Parameter, ...]:
-    """The arrays among the arguments of a kernel of a configuration."""
-    return parameters_of(DIRECTIONS[config.direction])
+    """The arrays of a kernel that gathers columns, with the lists of particles and the pull on their positions."""
+    arrays: list[Parameter] = []
+    for parameter in gather_parameters("gather", config):
+        if parameter.name == "work" and config.direction != "forward":
+            arrays.append(PULL)
+        arrays += [parameter, *LISTS] if parameter.name == "bits" else [parameter]
+    return tuple(arrays)
