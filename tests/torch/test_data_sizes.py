@@ -223,7 +223,7 @@ def test_operator() -> None:
     ]  # fmt: skip
     for structure in structures:
         tile = (64, 64) if structure.block is None else (structure.block, structure.block * (structure.block > 1))
-        given = operator.Told(structure, operator.Sizes(1, 2, 1, 70, 70), torch.device("cpu"), None, None, None, None)
+        given = operator.Inputs(structure, operator.Sizes(1, 2, 1, 70, 70), torch.device("cpu"), None, None, None, None)
         arguments = operator.arguments_of(given, tile)
         torch.library.opcheck(torch.ops.gossamer.structure.default, arguments)
         found = torch.ops.gossamer.structure.default(*arguments)

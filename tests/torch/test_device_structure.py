@@ -318,7 +318,8 @@ def contract(lo: Tensor, hi: Tensor, K: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the data are: kernels would see tiles that are not there. Edges are not read, as those of a GPU."""
-    from gossamer.torch.structure import base, told
+    from gossamer.torch.structure import base
+    from gossamer.torch.structure import inputs as of_inputs
 
     monkeypatch.setattr(base, "is_read", lambda *_: False)
     seen = []
@@ -328,8 +329,8 @@ def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.
         seen.append(1)
         return build(lo, hi, K, **options)
 
-    build = told.interval_layout
-    monkeypatch.setattr(told, "interval_layout", checked)
+    build = of_inputs.interval_layout
+    monkeypatch.setattr(of_inputs, "interval_layout", checked)
     draw = random.Random(seed)
     pattern, _ = RULES[draw.choice(INTERVALS)]
     B, Q, K = draw.choice([1, 2]), draw.choice([1, 50]), draw.choice([1, 70])
@@ -355,7 +356,7 @@ def test_intervals_keep_what_layouts_ask_of_them(seed: int, monkeypatch: pytest.
 @pytest.mark.parametrize("seed", range(20))
 def test_bounds_end_with_the_keys_that_are_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of rows that keep nothing, at either end: kernels clear what is before the first and past the last."""
-    from gossamer.torch.structure import told
+    from gossamer.torch.structure import inputs as of_inputs
 
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -364,8 +365,8 @@ def test_bounds_end_with_the_keys_that_are_kept(seed: int, monkeypatch: pytest.M
         seen.append((lo, hi))
         return build(lo, hi, K, **options)
 
-    build = told.interval_layout
-    monkeypatch.setattr(told, "interval_layout", kept)
+    build = of_inputs.interval_layout
+    monkeypatch.setattr(of_inputs, "interval_layout", kept)
     rng, draw = np.random.default_rng(seed), random.Random(seed)
     q, k = (x.detach() for x in tensors((60, 2, 4), (90, 1, 4)))
     # Sequences of 1 to 8 rows and of 2 to 15 keys, of which some are there; rows and keys of none on both sides.

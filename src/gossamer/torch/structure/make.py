@@ -20,8 +20,8 @@ from gossamer.torch.given_layouts import Given, layout_from
 from gossamer.torch.planning import chip_of, problem_of
 from gossamer.torch.structure.base import Positions, Sizes, Structure, rule_of
 from gossamer.torch.structure.groups import ALONE, group_of
+from gossamer.torch.structure.inputs import Inputs, Tile, check_vectors, layout_of
 from gossamer.torch.structure.operator import arrays_behind, is_unbacked
-from gossamer.torch.structure.told import Tile, Told, check_vectors, layout_of
 
 NO_TILES = (64, 64)  # for an implementation that walks none, which the plan refuses by name
 MANY = 4096  # keys of a call that is not small
@@ -81,13 +81,13 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     for x in structure.tensors:
         if x.device != a.q.device:
             raise ValueError(f"tensors of {structure!r} must be on q's device, {a.q.device}; got {describe(x)}")
-    told = Told(structure, Sizes(B, H, G, Q, K), a.q.device, a.q_offset, offset, key_starts, a.key_lengths)
-    structure.check_numbers(told.sizes)
-    if compiling and is_unbacked(a.q, a.k, a.v, *told.tensors):
+    inputs = Inputs(structure, Sizes(B, H, G, Q, K), a.q.device, a.q_offset, offset, key_starts, a.key_lengths)
+    structure.check_numbers(inputs.sizes)
+    if compiling and is_unbacked(a.q, a.k, a.v, *inputs.tensors):
         tile = tile_of(rest, structure.block)
-        return Structured(rest, layout_from(arrays_behind(told, tile), (*tile, Q, K, 1)), "")
-    told.check()
-    if 0 in told.sizes:
+        return Structured(rest, layout_from(arrays_behind(inputs, tile), (*tile, Q, K, 1)), "")
+    inputs.check()
+    if 0 in inputs.sizes:
         if not compiling:
             validate(rest)
         block_q, block_kv = NO_TILES
@@ -101,7 +101,7 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     transpose = a.backward or compiling
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
-        layout = layout_of(told, tile, transpose)
+        layout = layout_of(inputs, tile, transpose)
     if compiling:
         return Structured(rest, layout, "")
     given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
@@ -116,8 +116,8 @@ def _advice(pattern: Any, offset: Tensor | None, key_starts: Tensor | None) -> s
     if isinstance(pattern, (BlockLayout, GatherLayout)):
         return f"A layout holds all that is attended: leave out {both}, or make it with them by device_layout"
     if isinstance(pattern, Tensor) and pattern.dtype == torch.bool:
-        told = "Rows of a mask have no positions" if key_starts is None else "Write the starts into the mask"
-        return f"{told}: leave out {both}"
+        hint = "Rows of a mask have no positions" if key_starts is None else "Write the starts into the mask"
+        return f"{hint}: leave out {both}"
     mask = f"Give a boolean mask (B, 1 or H, Q, K) of all that is attended, without {both}"
     return mask if key_starts is not None else f"{mask}, or a q_offset that all sequences share, an int"
 

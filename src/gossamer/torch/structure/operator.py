@@ -21,8 +21,8 @@ from gossamer.torch.given_layouts import arrays_of
 from gossamer.torch.structure.base import Joined, Positions, Sizes, Structure
 from gossamer.torch.structure.chosen import BlockIndices, Indices
 from gossamer.torch.structure.documents import DocumentIds
+from gossamer.torch.structure.inputs import Inputs, Tile, check_vectors, layout_of
 from gossamer.torch.structure.sequences import PackedSequences
-from gossamer.torch.structure.told import Tile, Told, check_vectors, layout_of
 
 TELLS = TorchVersion(torch.__version__) >= "2.13"  # compiled functions may ask torch which sizes only the data know
 NONE = -(2**62)  # for None in a list of numbers
@@ -53,18 +53,18 @@ def is_unbacked(*tensors: Tensor) -> bool:
     return False
 
 
-def arrays_behind(told: Told, tile: Tile) -> list[Tensor]:
+def arrays_behind(inputs: Inputs, tile: Tile) -> list[Tensor]:
     """The arrays of a layout and of its transpose, by the operator."""
-    return torch.ops.gossamer.structure.default(*arguments_of(told, tile))
+    return torch.ops.gossamer.structure.default(*arguments_of(inputs, tile))
 
 
-def arguments_of(told: Told, tile: Tile) -> tuple[Any, ...]:
-    """Those of the operator."""
-    structure, (block_q, block_kv) = told.structure, tile
+def arguments_of(inputs: Inputs, tile: Tile) -> tuple[Any, ...]:
+    """The arguments of the operator."""
+    structure, (block_q, block_kv) = inputs.structure, tile
     terms = [n for term in structure.terms for n in _numbers(term)]
     return (
-        list(structure.tensors), terms, _of_rule(structure.rule), list(told.sizes), told.q_offset, told.offset,
-        told.key_starts, told.key_lengths, block_q, block_kv, told.device,
+        list(structure.tensors), terms, _rule_numbers(structure.rule), list(inputs.sizes), inputs.q_offset,
+        inputs.offset, inputs.key_starts, inputs.key_lengths, block_q, block_kv, inputs.device,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _numbers(term: Structure) -> tuple[int, int, int]:
 
 
 def _term(kind: int, tensors: Sequence[Tensor], more: int, rule: Rule) -> Structure:
-    """What `_numbers` stand for."""
+    """The term that `_numbers` has as numbers."""
     if kind == 0:
         return Positions(rule)
     first, *others = tensors
@@ -99,16 +99,16 @@ def _term(kind: int, tensors: Sequence[Tensor], more: int, rule: Rule) -> Struct
     return BlockIndices(first, more, counts) if kind == 3 else Indices(first, counts)
 
 
-def _of_rule(rule: Rule) -> list[int]:
-    found: list[int] = []
+def _rule_numbers(rule: Rule) -> list[int]:
+    numbers: list[int] = []
     for reach in rule.reaches:
         ends = [NONE if n is None else n for n in (reach.left, reach.right, reach.first)]
-        found += [*ends, reach.step, len(reach.blocks), *reach.blocks]
-    return found
+        numbers += [*ends, reach.step, len(reach.blocks), *reach.blocks]
+    return numbers
 
 
 def _rule(numbers: Sequence[int]) -> Rule:
-    """What `_of_rule` stands for."""
+    """The rule that `_rule_numbers` has as numbers."""
     reaches, each = [], iter(numbers)
     for left in each:
         before, after, first = (None if n == NONE else n for n in (left, next(each), next(each)))
@@ -128,23 +128,25 @@ def _structure(
         joined.append(_term(kind, [next(each) for _ in range(number)], more, of_all))
     only, *others = joined
     structure = only if not others and only.rule == of_all else Joined(tuple(joined), of_all)
-    told = Told(structure, Sizes(*sizes), device, q_offset, offset, key_starts, key_lengths)
-    check_vectors(told.sizes.B, device, offset, key_starts, key_lengths)
-    told.check()
-    made = _nothing(told, block_q, block_kv) if 0 in sizes else arrays_of(layout_of(told, (block_q, block_kv), True))
+    inputs = Inputs(structure, Sizes(*sizes), device, q_offset, offset, key_starts, key_lengths)
+    check_vectors(inputs.sizes.B, device, offset, key_starts, key_lengths)
+    inputs.check()
+    made = (
+        _nothing(inputs, block_q, block_kv) if 0 in sizes else arrays_of(layout_of(inputs, (block_q, block_kv), True))
+    )
     # A result shares memory with no other one: a compiler takes it again, each by itself.
-    taken, found = {x.untyped_storage().data_ptr() for x in told.tensors}, []
+    taken, results = {x.untyped_storage().data_ptr() for x in inputs.tensors}, []
     for x in made:
         memory = x.untyped_storage().data_ptr()
         fresh = memory not in taken and x.is_contiguous()
-        found.append(x if fresh else x.clone(memory_format=torch.contiguous_format))
+        results.append(x if fresh else x.clone(memory_format=torch.contiguous_format))
         taken.add(memory)
-    return found
+    return results
 
 
-def _nothing(told: Told, block_q: int, block_kv: int) -> list[Tensor]:
+def _nothing(inputs: Inputs, block_q: int, block_kv: int) -> list[Tensor]:
     """The arrays of a layout of tensors without elements."""
-    Q, K, like = told.sizes.Q, told.sizes.K, torch.empty(0, dtype=torch.int32, device=told.device)
+    Q, K, like = inputs.sizes.Q, inputs.sizes.K, torch.empty(0, dtype=torch.int32, device=inputs.device)
     if block_kv:
         return arrays_of(empty_layout(Q, K, like, block_q=block_q, block_kv=block_kv, xp=device_arrays))
     return [like.new_zeros(shape) for n in (Q, K) for shape in ((1, 1, n), (1, 1, n), (0,), (0, 1))]
@@ -163,7 +165,7 @@ def _fake_structure(
 
 
 def _dimensions(block_kv: int) -> tuple[int, ...]:
-    """Those of the arrays of a layout, whose block_kv is 0 where keys are gathered, and of its transpose."""
+    """The numbers of dimensions of a layout's arrays and its transpose's; block_kv is 0 where keys are gathered."""
     return (OF_WALK if block_kv else OF_GATHER) * 2
 
 

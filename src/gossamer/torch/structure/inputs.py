@@ -1,4 +1,4 @@
-"""The layout of what is told by tensors, made by operations on their device."""
+"""The inputs of a structure that is made on the device, and its layout, by operations there."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gossamer.torch.structure.groups import ALONE
 Tile = tuple[int, int]
 
 
-class Told(NamedTuple):
-    """What a layout is made of."""
+class Inputs(NamedTuple):
+    """The structure, the sizes and the vectors of a call, of which its layout is made."""
 
     structure: Structure
     sizes: Sizes
@@ -53,8 +53,9 @@ class Told(NamedTuple):
         self.structure.check(self.sizes, placed=not self.q_offset is self.offset is None)
 
     def positions(self) -> Tensor | None:
-        """Of query rows, (B or 1, 1, Q) int32; offsets past the limit of `q_offset` count as it. None: nothing reads
-        them.
+        """The positions of query rows, (B or 1, 1, Q) int32, or None where nothing reads them.
+
+        Offsets past the limit of `q_offset` count as it.
         """
         if not goes_by_positions(self.structure) and self.key_starts is self.key_lengths is None:
             return None
@@ -84,12 +85,14 @@ def goes_by_positions(structure: Structure) -> bool:
     return structure.rule != EVERY_KEY or any(term.block is None for term in structure.terms)
 
 
-def layout_of(told: Told, tile: Tile, transpose: bool) -> Given:
+def layout_of(inputs: Inputs, tile: Tile, transpose: bool) -> Given:
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    structure, sizes, position = told.structure, told.sizes, told.positions()
+    structure, sizes, position = inputs.structure, inputs.sizes, inputs.positions()
     lists, K = structure.lists(sizes), sizes.K
     outer = None if position is None else structure.bounds(position, sizes)
-    first, behind = (None if x is None else narrow(x, 0, K)[:, None, None] for x in (told.key_starts, told.key_lengths))
+    first, behind = (
+        None if x is None else narrow(x, 0, K)[:, None, None] for x in (inputs.key_starts, inputs.key_lengths)
+    )
 
     def interval(reach: Reach) -> Bounds:
         if outer is None or structure.own_positions or reach != Reach():
