@@ -61,7 +61,7 @@ CONTRACTS = {
     "torch*": may("memo checks patterns layouts* plan kernels kernels.structure kernels.triton torch*"),
     # Operations: none sees another.
     "entmax": may("checks patterns layouts plan kernels torch* entmax*"),
-    "entmax.launch": may("kernels kernels.hopper kernels.triton* entmax.*"),
+    "entmax.launch": may("kernels kernels.hopper kernels.triton* entmax*"),
     "entmax.triton": may("kernels.triton.gather"),
     "entmax.hopper*": may("cute kernels.hopper.device.gather entmax.hopper*"),
     "sparse_k": may("checks patterns plan kernels torch sparse_k*"),
@@ -233,10 +233,12 @@ def folder(name: str) -> str:
 
 def inside(name: str, places: Iterable[str]) -> bool:
     """Whether a folder is one of the places."""
-    return any(
-        name == place or (place.endswith("*") and f"{name}.".startswith(place[:-1].rstrip(".") + "." * (place != "*")))
-        for place in places
-    )
+    return any(name == place or (place.endswith("*") and f"{name}.".startswith(tree_of(place))) for place in places)
+
+
+def tree_of(place: str) -> str:
+    """The beginning of the names of "name*" and all inside it; of "*", of every name."""
+    return "" if place == "*" else f"{place[:-1]}."
 
 
 def contract(of: str) -> Contract:
