@@ -118,7 +118,7 @@ def filled(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _specialization(b: Builder, x: Any, plain: bool) -> Any:
-    """What Triton compiles for of an argument; of one that is `plain`, no values of the integers in a tuple."""
+    """The facts of an argument that Triton compiles for; of one that is `plain`, no values of integers in a tuple."""
     if isinstance(x, tuple):
         return _like(x, (PLAIN if plain and type(y) is int else _specialization(b, y, plain) for y in x))
     if not isinstance(x, str) or x not in b:
@@ -172,7 +172,7 @@ def _stand_in(argument: Any) -> Any:
 
 
 def _stand_ins(function: Any, signature: Iterable[Any]) -> list[Any]:
-    """What a kernel is compiled for, of each parameter; constants are those whose names are in capitals."""
+    """A stand-in for each argument of a signature; parameters whose names are in capitals are constants."""
     named = zip(parameters(function), signature, strict=False)
     return [constants(x) if name.isupper() else _stand_in(x) for name, x in named]
 

@@ -145,7 +145,7 @@ def cheapest(
 
 
 class Chosen(NamedTuple):
-    """The implementation that computes a call, and the layout that it reads."""
+    """The choice for a call: an implementation, and the form and tile of the layout that it reads."""
 
     implementation: Candidate
     form: Literal["dense", "packed_mask", "block", "gather"]

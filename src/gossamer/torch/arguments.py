@@ -152,8 +152,8 @@ def lengths(x: Any, q: Any, name: str = "key_lengths") -> Any:
     """
     if not isinstance(x, (list, tuple)) or not isinstance(q, Tensor):
         return x
-    numbers = listed_lengths(name, x, [whole(one) for one in x], q.shape[0] if q.ndim == 4 else 1, describe)
-    return torch.tensor(numbers, dtype=torch.int32, device=q.device)
+    counts = listed_lengths(name, x, [whole(one) for one in x], q.shape[0] if q.ndim == 4 else 1, describe)
+    return torch.tensor(counts, dtype=torch.int32, device=q.device)
 
 
 def wide(x: Any, q: Any) -> Any:

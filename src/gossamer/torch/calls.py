@@ -323,7 +323,7 @@ def results_in_bshd(direction: Direction, operands: Mapping[str, Operand]) -> di
 
 
 class Differentiated(Protocol):
-    """What `Attention` needs of a call: its forward and its gradients."""
+    """The forward and the gradients of a call, as `Attention` asks for them."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> tuple[Tensor, ...]:
         """(out, lse), without a gradient."""

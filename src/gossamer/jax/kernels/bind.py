@@ -169,7 +169,7 @@ def _size(known: Operand) -> int:
 
 
 def _numbers(parameter: Parameter, place: Place) -> list[Any]:
-    """What tells a kernel where an array of any strides is: see `cute.flat`."""
+    """The offset, the shape and the strides of an array, by which a kernel reads it: see `cute.flat`."""
     assert len(place.shape) == parameter.rank, f"{parameter.name} has {parameter.rank} dimensions, got {place.shape}"
     strides = place.strides if parameter.rank == 3 else place.strides[:-1]  # 16-bit rows are contiguous
     return [np.int64(place.offset), *map(np.int32, place.shape), *map(np.int64, strides)]

@@ -44,7 +44,7 @@ def kind_of(kernel: Kernel) -> store.Kernel:
 
 
 def arrays(kernel: Kernel) -> tuple[Parameter, ...]:
-    """What the arrays among its arguments are to a kernel that a step runs."""
+    """The roles of the arrays among the arguments of a kernel that a step runs."""
     of_key = kind_of(kernel).arrays
     assert of_key is not None, f"{kernel.name} of {kernel.implementation} is not called from JAX"
     return of_key(*kernel.key)
