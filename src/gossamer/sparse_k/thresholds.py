@@ -57,8 +57,8 @@ class Root(NamedTuple):
     """A threshold near + step, (R, n)."""
 
     where: Tensor  # the place of the first breakpoint that is not below it
-    near: Tensor  # its value
-    step: Tensor  # not positive
+    near: Tensor  # its value, or 0
+    step: Tensor
     flat: Tensor  # f is at most k all the way down: the threshold is the least that it may be
 
 
@@ -123,13 +123,16 @@ def _row(u: Tensor, k: int) -> Row:
     bits = 62 - N.bit_length()
     there = u > -torch.inf
     scaled = torch.where(there, u, 0).double().clamp(-LARGEST, LARGEST) * 2.0**bits
-    steps = scaled.round()
+    steps = (scaled + 0.5).floor()  # halves upwards, as kernels round them
     numbers = [_wrapped(steps)]
     if u.dtype == torch.float64:
         numbers.append(((scaled - steps) * 2.0**bits).round().long())
+        u = torch.where(there, u, -torch.inf)
+    else:  # in whole steps, so that scores of one integer are one number
+        u = torch.where(there, torch.where(u == torch.inf, torch.inf, steps * 2.0**-bits), -torch.inf)
     whole = torch.stack(numbers)
 
-    u, order = torch.where(there, u, -torch.inf).double().contiguous().sort(stable=True)
+    u, order = u.contiguous().sort(stable=True)
     place_of_lower, place_of_upper = _merged(u)
     places, sign = torch.cat([place_of_lower, place_of_upper], 1), torch.ones_like(order)
 
@@ -196,9 +199,14 @@ def _excess(row: Row, sums: Tensor, at: Tensor) -> Tensor:
 
 def _root(row: Row, sums: Tensor, where: Tensor) -> Root:
     """The root, of which `where` is the first breakpoint that is not below it, and the sums from there on."""
-    step = _excess(row, sums, _at(row.whole, where)).double() * 2.0**-row.bits / sums[0].clamp(min=1)
+    C, near = sums[0].clamp(min=1), row.value.gather(1, where)
+    step = _excess(row, sums, _at(row.whole, where)).double() * 2.0**-row.bits / C
+    if len(row.whole) == 1:
+        # Under 1 the sums hold the root without a wrap, and it has the same bits whichever breakpoint is near it.
+        small = (near + step).abs() < 1
+        near, step = torch.where(small, 0.0, near), torch.where(small, sums[1].double() * 2.0**-row.bits / C, step)
     # Where nothing is interior f does not change below.
-    return Root(where, row.value.gather(1, where), step, sums[0] <= 0)
+    return Root(where, near, step, sums[0] <= 0)
 
 
 def _left(keys: RowKeys, nodes: int, half: int) -> RowKeys:

@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         """The keyword arguments of `attention`."""
         terms = self.terms._asdict()
         distance = "absolute" if terms.pop("absolute") else "signed"
-        return terms | {"alibi_distance": None if self.terms.alibi_slopes is None else distance}
+        return terms if self.terms.alibi_slopes is None else terms | {"alibi_distance": distance}
 
     def batched(self) -> Inputs:
         """x in four dimensions."""

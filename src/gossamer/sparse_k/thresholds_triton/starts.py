@@ -14,13 +14,17 @@ import triton.language as tl
 
 
 @triton.jit
+def rounded_steps(score, ONE: tl.constexpr):
+    """Scores of float32 in steps of 1 / ONE: whole numbers of float64."""
+    return tl.floor(score.to(tl.float64) * ONE + 0.5)
+
+
+@triton.jit
 def steps_of(score, ONE: tl.constexpr):
     """Scores of float32 in steps of 1 / ONE, modulo 2^64."""
     whole = 18446744073709551616.0  # 2^64; infinite scores count as a multiple of it
-    x = tl.where(tl.abs(score) == float("inf"), 0.0, score).to(tl.float64)
-    x = tl.floor(x * ONE + 0.5)
-    x = x - tl.floor(x / whole) * whole
-    return tl.where(x >= whole / 2, x - whole, x).to(tl.int64)
+    x = rounded_steps(tl.where(tl.abs(score) == float("inf"), 0.0, score), ONE)
+    return (x - tl.floor(x / whole + 0.5) * whole).to(tl.int64)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.sparse_k.thresholds_triton.starts import steps_of
+from gossamer.sparse_k.thresholds_triton.starts import rounded_steps, steps_of
 
 
 @triton.jit
@@ -65,6 +65,7 @@ def walk_thresholds(
         follows = active & (step + 1 < end)
         score = tl.load(u_ptr + row * N + step + 1, mask=follows, other=0.0)
         place = tl.load(place_ptr + row * N + step + 1, mask=follows, other=-1)
+        score_a, score_b = rounded_steps(score_a, ONE) / ONE, rounded_steps(score_b, ONE) / ONE
         enters = in_b & (score_b - 1 <= score_a)
         point = tl.where(enters, score_b - 1, score_a)
         value_a = steps_of(tl.where(in_a, score_a, 0.0), ONE)
@@ -80,7 +81,10 @@ def walk_thresholds(
         leaving += (passes & (enters == 0)).to(tl.int32)
 
         stops = active & (passes == 0)
-        tau = point + excess.to(tl.float64) / one.to(tl.float64) / tl.maximum(C, 1).to(tl.float64)
+        steps = one.to(tl.float64) * tl.maximum(C, 1).to(tl.float64)
+        tau = point + excess.to(tl.float64) / steps
+        # Under 1 the sums hold the root without a wrap, and it has the same bits whichever point is near it.
+        tau = tl.where((tl.abs(tau) < 1) & (C > 0), (S - k * one).to(tl.float64) / steps, tau)
         tau = tl.where(flat, float("-inf"), tau)
         tl.store(tau_ptr + row * N + step, tau.to(tl.float32), mask=stops & (step >= node * NODE))
         step += stops.to(tl.int32)
