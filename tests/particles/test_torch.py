@@ -255,6 +255,36 @@ def test_a_position_that_is_not_finite_leaves_no_number(wrong: float, device: st
         assert gradient.isnan().all()
 
 
+@pytest.mark.parametrize("skipped", [False, pytest.param(True, id="pairs are skipped")])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_nor_do_gradients_of_values(wrong: float, device: str, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of particles without a neighbour, of which kernels, that skip pairs, have the sum 0."""
+    if skipped:
+
+        def nothing(term: str, law: Any, cells: gp.Cells, *rest: Any) -> torch.Tensor:
+            d = len(cells.runs.points)
+            columns = {"sum": 1, "sum_slopes": d + 1, "force": d, "force_slopes": d + 1}
+            return cells.runs.points.new_zeros(cells.num_particles, columns[term])
+
+        monkeypatch.setattr(fused_torch, "serves", lambda cells: True)
+        monkeypatch.setattr(fused_torch, "_run", nothing)
+    x = torch.rand(9, 3, device=device)
+    x[4, 1] = wrong
+    for asked in ("v", "xv"):
+        for of_force in (False, True):
+            x = x.detach().requires_grad_("x" in asked)
+            values = torch.ones(9, device=device, requires_grad=True)
+            cells = gp.Cells.build(x, 1e-3, 1.0)
+            if of_force:
+                out = gp.radial_force(cells, values, gp.ShortRangeGravity(1e-4))
+            else:
+                out = gp.radial_sum(cells, values, gp.Gaussian(1e-3))
+            given = [values, x] if "x" in asked else [values]
+            for one in (out, *torch.autograd.grad(out.sum(), given)):
+                assert one.isnan().all()
+
+
 @pytest.mark.parametrize("split", [1e-3, 1.0, 3e3])
 def test_units_do_not_matter(split: float) -> None:
     """The powers of a split that the polynomial has are not in float32's range for every unit of length."""
