@@ -113,10 +113,10 @@ def make(c: Cloud, rng: np.random.Generator, device: str, reach: float = 1.0) ->
     return Made(x, box, sizes, given)
 
 
-def precision(c: Cloud, kernel: bool) -> Precision:
-    """What sums over a cloud are computed with."""
+def precision(c: Cloud, frame: bool = False) -> Precision:
+    """What sums over a cloud are computed with; `frame` is that of `Precision`."""
     kept = torch.finfo(torch.float64 if c.dtype == torch.float64 else torch.float32)
-    return Precision(kept.eps, kept.smallest_normal, c.exact, kernel)
+    return Precision(kept.eps, kept.smallest_normal, c.exact, frame)
 
 
 def _places(c: Cloud, rng: np.random.Generator) -> np.ndarray:

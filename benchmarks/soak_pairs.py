@@ -7,7 +7,7 @@ rounding may move its results and gradients.
 Such a bound is a sum over pairs: a difference of positions is known to a unit in the last place of itself, and of the
 box where a position or an image is over its seam; a function to what it is anywhere that r^2 may be; a sum of n terms
 to (sqrt(n) + 4) eps of their magnitudes. A pair whose distance is the radius but for rounding may count or not; one
-whose distance is 0 but for rounding may be taken to be at one place.
+whose distance is 0 but for rounding may be taken to be at one place, and one at one place by an image not to be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Precision(NamedTuple):
     eps: float
     tiny: float  # the least normal number
     exact: bool  # differences and their squares are numbers of the type: none is rounded
-    kernel: bool  # differences are of places relative to another one, as kernels take them
+    frame: bool  # differences are of places in a frame of many, as the kernels of lists take them
 
 
 class Pairs(NamedTuple):
@@ -64,7 +64,7 @@ def pairs(x: Tensor, box: Sizes, radius: float, p: Precision, unit: float) -> Pa
             known = known + 2 * p.eps * over * (here.abs()[:, None] + here.abs() + size)
             # Half the box away are two nearest images, one on each side.
             either = (step.detach().abs() - size / 2).abs() <= 2 * known + 4 * p.eps * size
-        known = (known + 2 * p.eps * room * p.kernel) * (not p.exact)
+        known = (known + 2 * p.eps * room * p.frame) * (not p.exact)
         length = step.detach().abs()
         ds = ds + 2 * length * known + known**2
         steps.append(step)
@@ -74,7 +74,8 @@ def pairs(x: Tensor, box: Sizes, radius: float, p: Precision, unit: float) -> Pa
     found, square = s.detach(), radius**2
     ds = ds + (0.0 if p.exact else 3 * p.eps) * found + unit
     unsure = ((found - square).abs() <= ds + p.eps * square) & ~((found == square) & p.exact)
-    unsure = unsure | ((found > 0) & (found <= ds))
+    unsure = unsure | ((found <= ds) & ~((found == 0) & p.exact))
+    unsure = unsure & (x.detach()[:, None] != x.detach()).any(-1)  # what is given at one place is there
     return Pairs(together, s, torch.stack(off, -1), ds, found <= square, unsure, radius)
 
 
@@ -161,9 +162,9 @@ class Known(NamedTuple):
 
 
 def known(law: Law, found: Pairs, p: Precision) -> Known:
-    """The law at all pairs; its derivative at those of different places, else 0."""
+    """The law at all pairs; its derivative at those that may be at different places, else 0."""
     s = found.s.detach()
-    apart = s > 0
+    apart = _apart(found)
     value, slope = law.both(s)
     off, slope_off = torch.zeros_like(s), torch.zeros_like(s)
     ds = found.ds + 8 * p.eps * s  # a function may jump, or bend, at a number that is rounded
@@ -195,6 +196,11 @@ def known(law: Law, found: Pairs, p: Precision) -> Known:
         off = torch.where(value.abs() * p.tiny > 0.01, math.inf, off)
     slopes = (torch.where(apart, one, 0.0) for one in (slope, slope_off + eps * steep))
     return Known(value, next(slopes), off + eps * size, next(slopes))
+
+
+def _apart(found: Pairs) -> Tensor:
+    """Pairs that may be taken to be at different places."""
+    return (found.s.detach() > 0) | found.unsure
 
 
 class Bound(NamedTuple):
@@ -240,7 +246,12 @@ def radial_sum(
     moved["dvalues"] = off.total(found, p)
     inner, n = g @ v.mT + v @ g.mT, v.shape[1]
     slope, slope_off = 2 * k.slope.abs(), 2 * (k.slope_off + p.eps * (n + 4) * k.slope.abs())
-    moved["dx"] = _along(slope * inner, slope_off * inner, found, p, 1 / found.radius)
+    # The derivative of a Gaussian is its value over h^2, and sums may be divided at last: in a unit of length that is
+    # up to two radii, and after the value, products g v and theirs with the value lost what underflows.
+    steep = law.numbers[0] ** -2 if law.name == "Gaussian" else 0.0
+    lost = p.tiny * steep * (inner + 2 * n + 1)
+    lengths = max(1 / found.radius, 2 * found.radius * steep)
+    moved["dx"] = _along(slope * inner, slope_off * inner + lost, found, p, lengths)
     return true, moved
 
 
@@ -254,6 +265,7 @@ def radial_force(
         w = law.value(torch.where(apart, found.s, 1.0))
         out = torch.einsum("ij,ijd,j->id", torch.where(found.keep & apart, w, 0.0), found.steps, mass)
     k, m = known(law, found, p), mass.detach().abs()
+    apart = _apart(found)
     w, w_off = (torch.where(apart, one, 0.0) for one in (k.value.abs(), k.off))
     true, moved = {"out": out.detach()}, {"out": _along(w * m, (w_off + 4 * p.eps * w) * m, found, p)}
     if g is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,61 @@ def plain(c: Any) -> bool:
 def some(c: Any) -> bool:
     """A sum or force of values that are not 0."""
     return c.values in ("normal", "positive") and c.form == "tensor" and c.channels != 0
+
+
+@pytest.mark.parametrize("softening", [0.0, 0.01])
+def test_an_image_at_one_place_may_be_apart(softening: float) -> None:
+    """2.59375 - -1.90625 is 5 times 0.9, but not in float32: then the pair has a force. One given twice has none."""
+    import soak_pairs
+
+    p = soak_pairs.Precision(2.0**-23, 2.0**-126, exact=False, frame=False)
+    law, mass, g = soak_pairs.Law("gravity", (0.01, softening)), torch.tensor([3.0, 0.0, 0.0]), torch.ones(3, 1)
+    for other, apart in ((2.59375, True), (-1.90625, False)):
+        given = torch.tensor([[-1.90625], [other], [0.2]], dtype=torch.float64, requires_grad=True)
+        found = soak_pairs.pairs(given, (0.9,), 0.055, p, 0.0)
+        assert found.s[1, 0] == 0 and bool(found.unsure[1, 0]) == apart
+        true, moved = soak_pairs.radial_force(given, found, law, mass.double(), g.double(), p)
+        x = given.detach().float().requires_grad_()
+        out = gp.radial_force(gp.Cells.build(x, 0.055, 0.9), mass, gp.ShortRangeGravity(0.01, softening))
+        (dx,) = torch.autograd.grad(out, x, g)
+        for name, one in (("out", out.detach()), ("dx", dx)):
+            off = (one - true[name]).abs()
+            assert (off <= moved[name].nan_to_num(nan=torch.inf)).all(), name
+            assert bool(off[1] > 1e-3 * true[name].abs().max()) == apart
+
+
+def test_what_a_gaussian_loses_to_underflow_is_allowed() -> None:
+    """A narrow one at its end: a value under the least normal number is 0, and its derivative that over h^2."""
+    import soak_pairs
+
+    h, radius = 0.015, 0.3
+    reached = [h * (-2 * exponent * np.log(2)) ** 0.5 for exponent in (-125.5, -126.5, -130)]  # f is 2^exponent there
+    x = torch.tensor([[0.0], *[[one] for one in reached]], dtype=torch.float64, requires_grad=True)
+    values, g = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.tensor([[0.0], [0.7], [0.7], [0.7]])
+    p = soak_pairs.Precision(2.0**-23, 2.0**-126, exact=False, frame=False)
+    found = soak_pairs.pairs(x, (None,), radius, p, 0.0)
+    true, moved = soak_pairs.radial_sum(x, found, soak_pairs.Law("Gaussian", (h,)), values.double(), g.double(), p)
+    given = x.detach().float().requires_grad_()
+    torch.set_flush_denormal(True)
+    try:
+        out = gp.radial_sum(gp.Cells.build(given, radius), values, gp.Gaussian(h))
+        (dx,) = torch.autograd.grad(out, given, g)
+    finally:
+        torch.set_flush_denormal(False)
+    assert dx[1] and not dx[2:].any()  # as by kernels
+    off = (dx - true["dx"]).abs()
+    assert (off <= moved["dx"]).all()
+    assert off.max() > 100 * p.tiny / radius
+    assert (moved["dx"] < 1e-32).all()
+
+
+def test_a_gradient_of_wider_values_leaves_the_arithmetic() -> None:
+    """-4.2e38 of float64 masses, summed in float32."""
+    import soak_particles
+
+    c = soak_particles.draw(700383, "cuda")._replace(device="cpu")
+    assert c.dtype == torch.float64 and c.cloud.dtype == torch.float32
+    assert soak_particles.run(c).wrong is None
 
 
 def seeds_of(family: Any, also: Callable[[Any], bool], n: int) -> list[int]:

@@ -16,7 +16,7 @@ from scipy.spatial import cKDTree
 
 import gossamer.jax as gsj
 from gossamer import particles as gp
-from gossamer.particles import blocked_jax, terms
+from gossamer.particles import blocked_jax, in_jax, terms
 from tests.particles import oracle
 
 CASES = [
@@ -203,6 +203,33 @@ def test_no_particles() -> None:
     cells = gp.Cells.build(jnp.zeros((0, 3)), 0.1, 1.0)
     assert gp.radial_sum(cells, jnp.zeros((0, 2)), gp.Gaussian(0.1)).shape == (0, 2)
     assert gp.radial_force(cells, 1.0, gp.ShortRangeGravity(0.01)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("skipped", [False, pytest.param(True, id="pairs are skipped")])
+def test_a_position_that_is_not_finite_leaves_no_number(skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor gradients of values, also of particles without a neighbour, of which kernels, that skip pairs, sum 0."""
+    radius, h = (3e-3, 1e-3) if skipped else (2e-3, 5e-4)  # what is compiled is kept by these
+    if skipped:
+
+        def nothing(term: str, law: Any, reach: Any, runs: Any, rows: Any, columns: Any, values: bool = True) -> Any:
+            d, of_values = len(runs.points), int(values)
+            widths = {"sum": 1, "force": d, "sum_slopes": d + of_values, "force_slopes": d + of_values}
+            return jnp.zeros((len(runs.order), widths[term]))
+
+        monkeypatch.setattr(in_jax, "_sums", nothing)
+    x = jnp.asarray(np.random.default_rng(1).random((9, 3)), jnp.float32).at[4, 1].set(jnp.inf)
+    values = jnp.ones(9, jnp.float32)
+
+    def total(x: jax.Array, values: jax.Array) -> jax.Array:
+        return gp.radial_sum(gp.Cells.build(x, radius, 1.0), values, gp.Gaussian(h)).sum()
+
+    def pull(x: jax.Array, values: jax.Array) -> jax.Array:
+        return gp.radial_force(gp.Cells.build(x, radius, 1.0), values, gp.ShortRangeGravity(h / 5.5)).sum()
+
+    for f in (total, pull):
+        for asked in (0, 1, (0, 1)):
+            for one in jax.tree.leaves(jax.grad(f, asked)(x, values)):
+                assert jnp.isnan(one).all()
 
 
 def test_momentum_is_conserved() -> None:

@@ -106,10 +106,10 @@ def test_lists_that_are_cut_give_no_numbers(device: str) -> None:
 
 @pytest.mark.parametrize("by", ["chunks", "products"])
 def test_gradients_of_keys_that_cut_lists_leave_out(by: str) -> None:
-    """Few neighbours: a key may be in no cut list, and yet lack what a cut row would have given it."""
+    """Few neighbours: a key may be in no cut list, and yet lack what a cut row would have given it. Also no room."""
     for seed in range(10):
         torch.manual_seed(seed)
-        N, capacity = int(torch.randint(20, 120, (1,))), int(torch.randint(2, 6, (1,)))
+        N, capacity = int(torch.randint(20, 120, (1,))), int(torch.randint(2, 6, (1,))) * (seed > 0)
         x = torch.rand(N, 2)
         cut, full = gp.Neighbors.allocate(x, 0.12, 1.0, capacity), gp.Neighbors.allocate(x, 0.12, 1.0)
         q, k, v = (torch.randn(N, 2, 8, requires_grad=True) for _ in range(3))

@@ -255,6 +255,73 @@ def test_a_position_that_is_not_finite_leaves_no_number(wrong: float, device: st
         assert gradient.isnan().all()
 
 
+@pytest.mark.parametrize("skipped", [False, pytest.param(True, id="pairs are skipped")])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_nor_do_gradients_of_values(wrong: float, device: str, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of particles without a neighbour, of which kernels, that skip pairs, have the sum 0."""
+    if skipped:
+
+        def nothing(term: str, law: Any, cells: gp.Cells, *rest: Any) -> torch.Tensor:
+            d = len(cells.runs.points)
+            columns = {"sum": 1, "sum_slopes": d + 1, "force": d, "force_slopes": d + 1}
+            return cells.runs.points.new_zeros(cells.num_particles, columns[term])
+
+        monkeypatch.setattr(fused_torch, "serves", lambda cells: True)
+        monkeypatch.setattr(fused_torch, "_run", nothing)
+    x = torch.rand(9, 3, device=device)
+    x[4, 1] = wrong
+    for asked in ("v", "xv"):
+        for of_force in (False, True):
+            x = x.detach().requires_grad_("x" in asked)
+            values = torch.ones(9, device=device, requires_grad=True)
+            cells = gp.Cells.build(x, 1e-3, 1.0)
+            if of_force:
+                out = gp.radial_force(cells, values, gp.ShortRangeGravity(1e-4))
+            else:
+                out = gp.radial_sum(cells, values, gp.Gaussian(1e-3))
+            given = [values, x] if "x" in asked else [values]
+            for one in (out, *torch.autograd.grad(out.sum(), given)):
+                assert one.isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("box", [None, (1.0, None, 0.9), 1.3])
+def test_differences_are_of_positions_wherever_others_are(box: Any, device: str) -> None:
+    """Pairs near 0, near the seam and across it, whose differences are far under the last place of their neighbours'
+    positions: the force of each on the other is Newton's."""
+    sizes = box if isinstance(box, tuple) else (box,) * 3
+    for radius in (0.05, 0.2, 0.4):
+        law, rng = gp.ShortRangeGravity(radius / 5.5), np.random.default_rng()
+        x = np.empty((160, 3), np.float32)
+        x[::2] = 10 ** rng.uniform(-6, -0.4, (80, 3))
+        x[1::2] = x[::2] * (1 + 1e-5 * rng.uniform(1, 2, (80, 3)))
+        for axis, size in enumerate(sizes):
+            if size is not None:
+                turned = rng.random(80) < 0.5  # in pairs, which are far enough from 0 there
+                place = size - 10 ** rng.uniform(-4, -0.4, 80)
+                x[::2, axis] = np.where(turned, place, x[::2, axis])
+                x[1::2, axis] = np.where(turned, place + 3e-6, x[1::2, axis])
+                across = rng.random(80) < 0.1
+                x[::2, axis] = np.where(across, size - 1e-6, x[::2, axis])
+                x[1::2, axis] = np.where(across, 1e-6, x[1::2, axis])
+        given = torch.as_tensor(x, device=device)
+        found = gp.radial_force(gp.Cells.build(given, radius, box), 1.0, law).double().cpu()
+        places = given.cpu().double()
+        step = places[None] - places[:, None]
+        for axis, size in enumerate(sizes):
+            if size is not None:  # as float32 has it
+                step[..., axis] -= float(np.float32(size)) * (step[..., axis] / size).round()
+        s = (step * step).sum(-1)
+        near = (s > 0) & (s <= radius**2)
+        R = torch.where(near, s, 1.0).sqrt()
+        u = R / (2 * law.split)
+        w = torch.where(near, (torch.erfc(u) + 2 * u * torch.exp(-u * u) / np.pi**0.5) / R**3, 0.0)
+        wanted = (w[..., None] * step).sum(1)
+        newton = (torch.where(near, R**-2, 0.0)).sum(1)
+        assert ((found - wanted).norm(dim=1) <= 3e-5 * newton).all(), radius
+
+
 @pytest.mark.parametrize("split", [1e-3, 1.0, 3e3])
 def test_units_do_not_matter(split: float) -> None:
     """The powers of a split that the polynomial has are not in float32's range for every unit of length."""

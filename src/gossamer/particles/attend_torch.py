@@ -54,7 +54,7 @@ def _products(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Te
     lists = Indices(places[None, None], neighbors.sizes.clamp(max=M)[None, None])
     # A key that a cut list leaves out lacks that row's part of its gradient. Its own list, if whole, has the row.
     unsure = cut | (cut[places.clamp(max=N - 1).long()] & (places < N)).any(1)
-    k, v = (_Unsure.apply(x, unsure) for x in (k, v))
+    q, k, v = (_Unsure.apply(x, which) for x, which in ((q, cut), (k, unsure), (v, unsure)))
     out, lse = attention(q, k, v, lists, scale=call.scale, return_lse=True)
     # A product, so that gradients of what is cut are no numbers either.
     whole = torch.where(cut, float("nan"), 1.0)
@@ -78,7 +78,7 @@ class _Apart(torch.autograd.Function):
 
 
 class _Unsure(torch.autograd.Function):
-    """Keys (1, H, N, D) unchanged, with gradients of NaN where `unsure` (N,)."""
+    """Features (1, H, N, D) unchanged, with gradients of NaN where `unsure` (N,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unsure: Tensor) -> Tensor:

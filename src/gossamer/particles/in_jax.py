@@ -87,10 +87,9 @@ def _known(sure: Array, like: Array) -> Array:
     return jnp.where(sure, 1.0, jnp.nan).astype(like.dtype)
 
 
-def _at(x: Array, gradient: Array) -> Array:
-    """The gradient at positions, which is NaN too where one of them is not finite."""
-    masked: Array = as_varying_as(gradient * _known(jnp.isfinite(x).all(), gradient), x)
-    return masked
+def _at(x: Array, gradients: Array) -> Array:
+    """Gradients of sums over positions x; NaN if any is not finite, also where no pair was found."""
+    return gradients * _known(jnp.isfinite(x).all(), gradients)
 
 
 def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
@@ -120,10 +119,13 @@ def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
     x, runs, values, asked = kept
     g, d = _materialized(g), len(runs.points)
     if asked.x is None:
-        return None, None, as_varying_as(once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g)), values)
+        gradients = _at(x, once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g)))
+        return None, None, as_varying_as(gradients, values)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
     gradients = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
-    return _at(x, gradients[:, :d]), None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
+    gradients = _at(x, gradients)
+    dx = as_varying_as(gradients[:, :d], x)
+    return dx, None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
@@ -147,7 +149,9 @@ def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
     gradients = once(
         _sums("force_slopes", law, reach, runs, both, both, asked.values is not None) * factor, (x, mass, g)
     )
-    return _at(x, gradients[:, :d]), None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
+    gradients = _at(x, gradients)
+    dx = as_varying_as(gradients[:, :d], x)
+    return dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)

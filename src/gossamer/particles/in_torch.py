@@ -87,9 +87,9 @@ def known(cells: Cells, like: Tensor) -> Tensor:
     return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
 
 
-def _at(cells: Cells, gradient: Tensor, factor: float = 1.0) -> Tensor:
-    """The gradient at positions of one in the cells' unit, times a factor; NaN if any position is not finite."""
-    return torch.where(finite(cells), times(gradient, factor * cells.unit), float("nan"))
+def _known(cells: Cells, gradient: Tensor, factor: float) -> Tensor:
+    """A gradient times a factor; NaN if any position is not finite, also where no pair was found."""
+    return torch.where(finite(cells), times(gradient, factor), float("nan"))
 
 
 def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
@@ -117,14 +117,14 @@ class _RadialSum(torch.autograd.Function):
         to_x, to_values, *_ = ctx.needs_input_grad
         law, cells = ctx.law, ctx.cells
         if not to_x:
-            return None, _weighted(cells, law, g) if to_values else None, None, None
+            return None, _known(cells, _weighted(cells, law, g), 1.0) if to_values else None, None, None
         if fused_torch.serves(cells):
             gradients = fused_torch.weighted_slopes(cells, law, g, values, to_values)
         else:
             rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
             gradients = pair_sums(terms.weighted_slopes(law), cells, cells.reach, rows, columns)
         dx, dv = gradients.tensor_split([len(cells.runs.points)], 1)
-        return _at(cells, dx), dv if to_values else None, None, None
+        return _known(cells, dx, cells.unit), _known(cells, dv, 1.0) if to_values else None, None, None
 
 
 class _RadialForce(torch.autograd.Function):
@@ -147,8 +147,8 @@ class _RadialForce(torch.autograd.Function):
             both = torch.cat([g, mass[:, None]], 1)
             gradients = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
         dx, dm = gradients.tensor_split([len(ctx.cells.runs.points)], 1)
-        to = times(dm[:, 0], ctx.factor) if to_mass else None
-        return _at(ctx.cells, dx, ctx.factor), to, None, None, None, None
+        to = _known(ctx.cells, dm[:, 0], ctx.factor) if to_mass else None
+        return _known(ctx.cells, dx, ctx.factor * ctx.cells.unit), to, None, None, None, None
 
 
 def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from gossamer.cute.common import Opaque
 from gossamer.particles.kernels.neighbors.configurations import POINT, ROWS, STEP, WORD, ListsConfig
 from gossamer.particles.kernels.radial.configurations import CLUSTER, FAN, FAR
-from gossamer.particles.kernels.radial.device.kernel import BOX, lowest, wide
+from gossamer.particles.kernels.radial.device.kernel import BOX, lowest, nearest, wide
 from gossamer.particles.kernels.radial.device.terms import assembly, select
 
 WARPS = 4
@@ -333,12 +333,6 @@ class Group(Opaque):
                 if row < self.N:
                     for rank in cutlass.range(start + lane, self.M, LANES, unroll=1):
                         a.places[row, rank] = self.N
-
-
-def nearest(x: Any, y: Any, size: Any) -> Any:
-    """x - y to the nearest image, as `particles.geometry.nearest` has it."""
-    step = x - y
-    return select(step > 0.5 * size, x - size, x) - select(step < -0.5 * size, y - size, y)
 
 
 def square(x: Any) -> Any:

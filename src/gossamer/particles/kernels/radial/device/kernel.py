@@ -45,7 +45,7 @@ class Images(Enum):
     """The differences that are taken to nearest images."""
 
     NONE = 0
-    OF_CANDIDATES = 1  # those from the first query
+    OF_CANDIDATES = 1  # in a frame of the queries, which holds nearest images
     OF_PAIRS = 2
 
 
@@ -120,22 +120,19 @@ class Queries(Opaque):
         self.lane = cute.arch.lane_idx()
         self.term = TERMS[c.term](c, a.numbers)
         self.mine = [wide(a.particles[first + k, None], c.width) for k in range(c.queries)]
-        # Differences of neighbours' positions are exact, or nearly so: all are from the first query's.
-        self.origin = [self.mine[0][axis] for axis in range(3)]
-        self.at = [[row[axis] - self.origin[axis] for axis in range(3)] for row in self.mine]
         self.sizes = a.sizes
         self.square = a.square + self.term.start
         self.total = cute.make_rmem_tensor((c.outputs * c.queries,), Float32)
         self.total.fill(0.0)
         self.own = self.box()
         self.reach = a.square * 1.00002  # rounding never leaves out a cluster, nor a candidate
-        self.centre = [self.own[axis] - self.origin[axis] for axis in range(3)]
         self.half = [self.own[FOUR + axis] for axis in range(3)]
         # Queries that are far apart may each see another image of one candidate; those far inside see no other. Of the
-        # rest the places past the seam lose the box's size, without rounding: those of queries near its end, and of
-        # candidates over a place that is half the size away from the queries.
+        # rest the places before the seam lose the box's size: those of queries near its end, and of candidates over a
+        # place that is half the size away from the queries. A place in the upper half does so without rounding, and
+        # others are not moved: so a difference of positions is that of `nearest`, rounded once, whatever is near it.
         self.far, self.inside = Boolean(False), Boolean(True)
-        self.seam, self.base = [], []
+        self.seam, shifts = [], []
         radius = cute.math.sqrt(a.square)
         for axis in range(3):
             size, centre, half = a.sizes[axis], self.own[axis], self.own[4 + axis]
@@ -143,11 +140,16 @@ class Queries(Opaque):
             self.far = self.far | (2.0 * (extent + half) > size)
             inside = ((centre > extent) & (centre + extent < size)) | (size > 1e38)
             self.inside = self.inside & inside
-            upper = centre > 0.5 * size
+            upper = (centre > 0.5 * size) & ~inside
+            self.far = self.far | (upper & (centre - extent < 0.5 * size))
             seam = select(upper, centre - 0.5 * size, centre + 0.5 * size)
             self.seam.append(select(inside, Float32(3e38), seam))
-            end = select(upper, size, Float32(0.0))
-            self.base.append(self.origin[axis] - select(inside, Float32(0.0), end))
+            shifts.append(select(upper, size, Float32(0.0)))
+        # Queries and the middle of their box in that frame. These are results of arithmetic also where it moves
+        # nothing: numbers that are loaded would lie in uniform registers, of which there are too few.
+        shifts = [select(self.far, Float32(0.0), shift) for shift in shifts]
+        self.at = [[row[axis] - shifts[axis] for axis in range(3)] for row in self.mine]
+        self.centre = [self.own[axis] - shifts[axis] for axis in range(3)]
 
     def box(self) -> list[Any]:
         """The box of the queries."""
@@ -160,7 +162,9 @@ class Queries(Opaque):
                 low = cute.arch.fmin(box[axis] - box[4 + axis], other[axis] - other[4 + axis])
                 high = cute.arch.fmax(box[axis] + box[4 + axis], other[axis] + other[4 + axis])
                 corners[axis] = 0.5 * (low + high)
-                corners[4 + axis] = cute.arch.fmax(high - corners[axis], corners[axis] - low)
+                # Both are rounded to a place of a position, which may be far larger than the box.
+                most = cute.arch.fmax(cute.arch.fmax(low, -low), cute.arch.fmax(high, -high))
+                corners[4 + axis] = cute.arch.fmax(high - corners[axis], corners[axis] - low) + most * 2.0**-23
         return corners
 
     @cute.jit
@@ -243,7 +247,9 @@ class Queries(Opaque):
         for part in cutlass.range_constexpr(PARTS):
             theirs, total = records[part], Float32(0.0)
             for axis in cutlass.range_constexpr(3):
-                x = self.from_origin(theirs[axis], axis, images)
+                x = theirs[axis]
+                if const_expr(images is Images.OF_CANDIDATES):
+                    x = select(x > self.seam[axis], x - self.sizes[axis], x)
                 theirs[axis] = x
                 apart = x - self.centre[axis]
                 gap = cute.arch.fmax(cute.arch.fmax(apart, -apart) - self.half[axis], Float32(0.0))
@@ -263,18 +269,6 @@ class Queries(Opaque):
         cute.arch.sync_warp()
         return candidates
 
-    def from_origin(self, x: Any, axis: int, images: Any) -> Any:
-        """The position of a particle relative to the first query."""
-        if images is Images.OF_CANDIDATES:
-            return select(x > self.seam[axis], x - self.sizes[axis], x) - self.base[axis]
-        apart = x - self.origin[axis]
-        if images is Images.OF_PAIRS:
-            size = self.sizes[axis]
-            up = (x - size) - self.origin[axis]
-            down = x - (self.origin[axis] - size)
-            apart = select(apart > 0.5 * size, up, select(apart < -0.5 * size, down, apart))
-        return apart
-
     @cute.jit
     def evaluate(self, first: Int32, some: Int32, images: cutlass.Constexpr):
         """A candidate in each lane, against every query."""
@@ -287,7 +281,7 @@ class Queries(Opaque):
         for k in cutlass.range_constexpr(c.queries):
             step = [x[axis] - self.at[k][axis] for axis in range(3)]
             if const_expr(images is Images.OF_PAIRS):
-                step = [folded(part, size) for part, size in zip(step, self.sizes)]  # noqa: B905
+                step = [nearest(x[axis], self.at[k][axis], self.sizes[axis]) for axis in range(3)]
             s = step[2] * step[2] + (step[1] * step[1] + (step[0] * step[0] + self.term.start))
             mine = [self.mine[k][3 + i] for i in range(c.payload)]
             self.term.add(self.total, k, step, s, s <= self.square, mine, brought)
@@ -303,10 +297,10 @@ class Queries(Opaque):
                 a.out[a.order[row], output] = self.term.scaled(value, output)
 
 
-def folded(part: Any, size: Any) -> Any:
-    """A difference to the nearest image."""
-    half = 0.5 * size
-    return select(part > half, part - size, select(part < -half, part + size, part))
+def nearest(x: Any, y: Any, size: Any) -> Any:
+    """x - y to the nearest image, as `particles.geometry.nearest` has it."""
+    step = x - y
+    return select(step > 0.5 * size, x - size, x) - select(step < -0.5 * size, y - size, y)
 
 
 def over_lanes(held: list[Any], lane: Any) -> tuple[Any, Any]:
