@@ -54,7 +54,7 @@ class Reach(NamedTuple):
         ends = [*self.blocks]
         if self.left is not None and self.right is not None:
             ends.append(max(0, self.left + self.right + 1))
-        return min(ends, default=None)
+        return min(ends) if ends else None  # in compiled functions, where torch 2.11 knows no default of `min`
 
     def both(self, other: Reach) -> Reach:
         """The keys that both see."""
