@@ -312,6 +312,8 @@ def _entmax(c: Call, outcome: Outcome) -> Outcome:
     sizes = [*inputs[:2], inputs[2].abs(), of_alpha]
     of_sizes = definition.attend(sizes, r.kept, scale, exact_dout, None, exact())["out"]
     units["out"] = units["out"] + of_weights(of_sizes, low)
+    for name, x in definition.of_operands(inputs, r.kept, scale, exact_dout, low).items():
+        units[name] = units[name] + x
     units["out"] = torch.where(r.unsure[..., None], torch.inf, units["out"])
     units["out"] = torch.where(r.kept.any(-1)[..., None], units["out"], 0.0)
     if wanted and out.requires_grad:

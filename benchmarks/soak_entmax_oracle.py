@@ -139,3 +139,27 @@ def attend(
         found[3] = found[3] + (rounding.absolute(of_delta, 4 * of_delta) - of_delta).sum((0, 2))
         found[0], found[1] = found[0] + of_q, found[1] + of_k.unflatten(1, (G, -1)).sum(2)
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "dalpha"), found, strict=True))}
+
+
+def of_operands(inputs: list[Tensor], kept: Tensor, scale: float, dout: Tensor, low: torch.dtype) -> Results:
+    """How far gradients move where each weight and each dS is off by half a unit in its last place, as in 16 bits.
+
+    Plain attention's own errors say that of most rows, but in some they happen to cancel, and a kernel rounds other
+    numbers: it takes sums in another order, and may know the delta of the keys so far alone.
+
+    Args:
+        inputs: q, k, v and alpha (H,) in float64.
+    """
+    q, k, v, alpha = inputs
+    if torch.finfo(low).bits > 16:
+        return {name: torch.zeros_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    (H, G), unit = (q.shape[1], k.shape[1]), torch.finfo(low).eps / 2
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    a = (alpha - 1)[:, None, None]
+    p, _ = weights(scores(q, k, scale, exact()), a, kept)
+    u = torch.where(p > 0, p ** (1 - a), 0.0)
+    dp = dout @ v.mT
+    delta = (u * dp).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).clamp(min=1e-30)
+    size = unit * abs(scale) * (u * (dp - delta)).abs()
+    dk, dv = size.mT @ q.abs(), unit * p.mT @ dout.abs()
+    return {"dq": size @ k.abs(), "dk": dk.unflatten(1, (G, -1)).sum(2), "dv": dv.unflatten(1, (G, -1)).sum(2)}

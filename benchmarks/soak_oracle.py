@@ -336,6 +336,7 @@ def rounding(
     low: torch.dtype,
     merge: bool,
     scaled: bool = False,
+    rough: bool = False,
 ) -> dict[str, Tensor]:
     """Of every number, how far it may be from float64 by rounding alone: the formulas again, over errors.
 
@@ -346,6 +347,8 @@ def rounding(
         low: the dtype of the call.
         merge: terms of a union are attended to one by one, each rounded to `low`.
         scaled: q is multiplied by the scale, and rounded to `low`.
+        rough: tanh may be 1 - 2 / (exp(2 x) + 1), which near 0 is off by what exp, the sum and the reciprocal, numbers
+            near 1, 2 and 1/2, are rounded by: together by 2 eps, however small it is.
     """
     wide = torch.float64 if low == torch.float64 else torch.float32
     eps, stored = torch.finfo(wide).eps, torch.finfo(low).eps / 2
@@ -371,7 +374,7 @@ def rounding(
         tanh = torch.tanh(x / t.softcap)
         slope, dslope = 1 - tanh**2, 4 * eps + 2 * (dx / t.softcap * steepest).clamp(max=1)
         capped = t.softcap * tanh
-        dx = dx * steepest + 4 * eps * capped.abs()
+        dx = dx * steepest + 4 * eps * capped.abs() + 2 * eps * t.softcap * rough
     size = capped.abs() if alibi is None else capped.abs() + alibi.abs()
     sink = s.new_full((H, 1), -math.inf) if t.sinks is None else t.sinks.double()[:, None]
     m = torch.maximum(s.amax(-1), sink)

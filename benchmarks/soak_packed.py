@@ -64,12 +64,9 @@ def _documents(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -
         structure = gs.DocumentIds(ids)
         text = f"ids {ids.tolist()}"
     else:
-        wild = c.device == "cuda"
-        edges = sorted(r.randrange(-2 * wild, K + 1 + 2 * wild) for _ in range(r.choice([1, 2, 4, 9])))
-        if wild and r.random() < 0.3:
-            edges[r.randrange(len(edges))] = r.choice([0, K, -5, K + 9])
-        edges = _mistaken(c, edges, K)
-        tensor = _given(c, r, edges)
+        host = on_host(c, r)
+        edges = _mistaken(c, edges_of(r, K, c.device == "cuda" and not host), K)
+        tensor = _given(c, r, edges, host)
         if c.mistake == "edges of two dimensions":
             tensor = torch.as_tensor(tensor)[None]
         elif c.mistake == "ids of floats":
@@ -102,10 +99,26 @@ def _mistaken(c: Call, edges: list[int], N: int) -> list[int]:
     return [*edges, edges[-1], edges[-1] - 1] if c.mistake == "edges that decrease" else edges
 
 
-def _given(c: Call, r: random.Random, edges: list[int]) -> Any:
-    """Edges as a user gives them: a tensor, or outside of compiled functions a list or an array."""
+def edges_of(r: random.Random, K: int, wild: bool) -> list[int]:
+    """Edges of documents, ascending; some `wild` ones are out of range, or decrease.
+
+    Those that the host has are read, and refused if they do; those on a GPU are clamped.
+    """
+    edges = sorted(r.randrange(-2 * wild, K + 1 + 2 * wild) for _ in range(r.choice([1, 2, 4, 9])))
+    if wild and r.random() < 0.3:
+        edges[r.randrange(len(edges))] = r.choice([0, K, -5, K + 9])
+    return edges
+
+
+def on_host(c: Call, r: random.Random) -> bool:
+    """Whether edges are given in a list or an array, as outside of compiled functions they may be."""
+    return not c.compiled and r.random() >= 0.75 and c.mistake != "edges of two dimensions"
+
+
+def _given(c: Call, r: random.Random, edges: list[int], host: bool) -> Any:
+    """Edges as a user gives them: a tensor on the device, or what the host has."""
     x = integers(r, edges, c.device)
-    if c.compiled or r.random() < 0.75 or c.mistake == "edges of two dimensions":
+    if not host:
         return x
     return edges if r.random() < 0.5 else x.cpu().numpy()
 
@@ -182,7 +195,7 @@ def _sequences(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -
         of_q = [*of_q, of_q[-1], of_q[-1]][: 2 + len(_mistaken(c, of_k, K)) - 2]
         of_k = _mistaken(c, of_k, K)
         used = None
-    cu_q, cu_k = _given(c, r, of_q), _given(c, r, of_k)
+    cu_q, cu_k = (_given(c, r, edges, on_host(c, r)) for edges in (of_q, of_k))
     seqused = None if used is None else integers(r, used, c.device)
     if c.mistake == "ids of floats":
         cu_q = torch.as_tensor(cu_q).float()

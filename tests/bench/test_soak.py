@@ -93,6 +93,41 @@ def test_calls_on_a_gpu_share_what_is_compiled() -> None:
     assert len(some & others) < p.builds // 4
 
 
+def test_edges_that_the_host_has_are_right_on_a_gpu() -> None:
+    """They are read there too, and refused: only those on the device are drawn out of range, to be clamped."""
+    import soak_packed
+
+    drawn = [(c, random.Random(seed)) for seed in range(400) if (c := soak_packed.draw(seed, "cuda")).mistake is None]
+    hosts = {True: 0, False: 0}
+    for c, r in drawn:
+        host = soak_packed.on_host(c, r)
+        edges = soak_packed.edges_of(r, 33, not host)
+        wrong = edges != sorted(edges) or min(edges) < 0 or max(edges) > 33
+        assert not (host and wrong), edges
+        hosts[host] += wrong or host
+    assert min(hosts.values()) > 20
+
+
+def test_a_soft_cap_of_tiny_scores_may_be_off_by_its_tanh() -> None:
+    """1 - 2 / (exp(2 x) + 1) in float32 with a cap of 50, of one key: lse is the capped score."""
+    import soak_oracle
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 128, generator=generator, dtype=torch.float64) for n in (500, 1, 1))
+    counts, zero = torch.ones(1, 1, 500, 1), torch.zeros(1, 1, 500, dtype=torch.float64)
+    terms = soak_oracle.Terms(1e-5, 0, 50.0)
+    true = soak_oracle.exact(q, k, v, counts, terms)[1]
+    x = ((q @ k.mT)[..., 0] * (2e-5 / 50.0)).float()
+    computed = 50.0 * (1 - 2 / (torch.exp(x) + 1))
+    off = (computed.double() - true).abs()
+    moved, rough = (
+        soak_oracle.rounding(q, k, v, counts, terms, q, zero, torch.bfloat16, False, rough=rough)["lse"]
+        for rough in (False, True)
+    )
+    assert bool((off > moved).any()) and bool((off <= rough).all())
+    assert float(rough.max()) < 50 * 2.0**-20
+
+
 @pytest.mark.parametrize("first", [0, CALLS])
 def test_calls_run_clean(first: int, capsys: pytest.CaptureFixture[str]) -> None:
     import soak

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import gossamer as gs
 from gossamer.layouts import build_gather
+from gossamer.patterns.reach import Reach, Rule
 from tests.support.definition import tensors
 
 Q, K = 40, 150
@@ -65,6 +66,22 @@ def test_compiled_once_for_all_data(name: str, dynamic: bool) -> None:
         for x, y in zip(*results, strict=True):
             assert torch.equal(x, y)
     assert frames.frame_count == 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_blocks_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are not compared: torch 2.11 compiles `==` of named tuples whose blocks alone differ to True."""
+    torch._dynamo.reset()
+    inputs, pattern = tensors((2, 4, Q, 8), (2, 2, K, 8), (2, 2, K, 8)), gs.Local(60)
+    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")(*inputs, DATA[0], pattern)
+
+    def fails(*_: Any) -> bool:
+        raise AssertionError("rules are compared")
+
+    for kind in (Reach, Rule):
+        for method in ("__eq__", "__ne__"):
+            monkeypatch.setattr(kind, method, fails)
+    assert torch.equal(compiled, FUNCTIONS[name](*inputs, DATA[0], pattern))
 
 
 def test_compiled_for_many_sizes() -> None:

@@ -89,7 +89,7 @@ def _bounds(pattern: Pattern | None, offset: int, Q: int, K: int) -> tuple[Array
     reach = None if rule is None else rule.interval
     if reach is None:
         raise ValueError(f"pattern must be one that lists of blocks are joined with: {RULED}; got {show(pattern)}")
-    if rule == EVERY_KEY:
+    if rule.every:
         return None, None
     found: Bounds = reach.bounds(jnp.arange(Q, dtype=jnp.int32) + offset, K)
     return found.lo[None, None], jnp.maximum(found.lo, found.hi)[None, None]

@@ -44,12 +44,17 @@ class Reach(NamedTuple):
         return " and ".join(terms) or "every key"
 
     @property
+    def every(self) -> bool:
+        """Whether it sees every key. Asked in compiled functions, where torch 2.11 finds Reach() equal to others."""
+        return self.left is self.right is self.first is None and not self.blocks and self.step == 1
+
+    @property
     def longest(self) -> int | None:
         """No interval of a row is longer; None where they are unbounded."""
         ends = [*self.blocks]
         if self.left is not None and self.right is not None:
             ends.append(max(0, self.left + self.right + 1))
-        return min(ends, default=None)
+        return min(ends) if ends else None  # in compiled functions, where torch 2.11 knows no default of `min`
 
     def both(self, other: Reach) -> Reach:
         """The keys that both see."""
@@ -107,6 +112,11 @@ class Rule(NamedTuple):
         """The reach whose interval is all that is seen; None where it takes more to say it."""
         only, *more = self.reaches
         return only if not more and only.step == 1 else None
+
+    @property
+    def every(self) -> bool:
+        """Whether it sees every key: see `Reach.every`."""
+        return len(self.reaches) == 1 and self.reaches[0].every
 
     @property
     def ahead(self) -> bool:

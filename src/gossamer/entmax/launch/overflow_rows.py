@@ -136,7 +136,7 @@ def tiles_of(c: KernelCall, kernel: str) -> tuple[TileSizes, dict[str, Any]]:
     options = common(c) | {"R": s.rows, "A": power_of(c), "num_warps": s.num_warps, "num_stages": s.num_stages}
     if kernel == "columns":
         return s, options | {"COLUMNS": s.keys}
-    return s, options | {"STEP": s.keys, "SAMPLE": 128 if s.num_stages == 3 else 32}
+    return s, options | {"STEP": s.keys}
 
 
 def long_rows(c: KernelCall, out: Tensor, stats: Stats, lists: RowLists, with_out: bool) -> None:
@@ -150,7 +150,7 @@ def long_rows(c: KernelCall, out: Tensor, stats: Stats, lists: RowLists, with_ou
     tiled_kernel[(B * H, -(-Q // s.rows))](
         c.q, c.k, c.v, c.steepness, *seen_by(c), rows.list, rows.counts, out, *stats,
         *strides(c.q, c.k, c.v, c.q_positions, c.k_positions), 0, H, Q, K, c.offset, c.scale, NEAR=nearness(c),
-        OUT=with_out, TOLD=stats.requested, **options,
+        OUT=with_out, TOLD=stats.requested, SAMPLE=128 if s.num_stages == 3 else 32, **options,
     )  # fmt: skip
 
 

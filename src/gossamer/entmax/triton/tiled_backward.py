@@ -26,27 +26,33 @@ def add_keys(
     BLOCK_E: tl.constexpr, MASKED: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
     WITH_ALPHA: tl.constexpr,
 ):  # fmt: skip
-    """What the keys j add to sums of u, u dP, w and w dP, and of u dP k and u k; dP is less the guess."""
-    sum_u, sum_dp, alpha_u, alpha_dp, with_dp, without = sums
-    b_q, b_dout, guess, c, d, a = of_rows
+    """What the keys j add to sum u, delta and sums of w, w (dP - delta), u (dP - delta) k and u k of the keys so far.
+
+    Where they move delta by m, m sum u k is taken from the sum before. So what is rounded to 16 bits, u (dP - delta),
+    is dS but for the keys to come: of a key that has nearly all of the weight it is nearly 0.
+    """
+    sum_u, delta, alpha_u, alpha_dp, with_dp, without = sums
+    b_q, b_dout, c, d, a = of_rows
     k_base, v_base, stride_kn, stride_vn = bases
     _first, _last, _at, _kp_base, _stride_kpn, K = given
     b_k = load_rows(k_base, j, K, stride_kn, D, BLOCK_D, MASKED)
     x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    dp = products(b_dout, v_base, j, stride_vn, K, E, BLOCK_E, MASKED, PRECISION) - guess[:, None]
+    dp = products(b_dout, v_base, j, stride_vn, K, E, BLOCK_E, MASKED, PRECISION) - delta[:, None]
     _, p, u = weigh(x, c, d[:, None], a, A)
     if MASKED:
         seen = seen_by(j, given, MASKED, POSITIONS)
         p = tl.where(seen, p, 0.0)
         u = tl.where(seen, u, 0.0)
-    t = u * dp
+    sum_u += tl.sum(u, 1)
+    moved = tl.sum(u * dp, 1) / tl.where(sum_u == 0.0, 1.0, sum_u)
+    dp -= moved[:, None]
     if WITH_ALPHA:
         w = alpha_term(p, a)
+        alpha_dp += tl.sum(w * dp, 1) - moved * alpha_u
         alpha_u += tl.sum(w, 1)
-        alpha_dp += tl.sum(w * dp, 1)
-    with_dp = tl.dot(t.to(b_k.dtype), b_k, with_dp, input_precision=PRECISION)
+    with_dp = tl.dot((u * dp).to(b_k.dtype), b_k, with_dp - moved[:, None] * without, input_precision=PRECISION)
     without = tl.dot(u.to(b_k.dtype), b_k, without, input_precision=PRECISION)
-    return sum_u + tl.sum(u, 1), sum_dp + tl.sum(t, 1), alpha_u, alpha_dp, with_dp, without
+    return sum_u, delta + moved, alpha_u, alpha_dp, with_dp, without
 
 
 @triton.jit(do_not_specialize=["Q", "K", "offset"])
@@ -65,14 +71,10 @@ def tiled_dq_kernel(
     stride_gb, stride_gh, stride_gn, stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
     H, Q, K, offset, scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
-    R: tl.constexpr, STEP: tl.constexpr, SAMPLE: tl.constexpr, A: tl.constexpr, BOUNDS: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr, WITH_ALPHA: tl.constexpr,
+    R: tl.constexpr, STEP: tl.constexpr, A: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, WITH_ALPHA: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and delta = sum u dP / sum u, in one pass.
-
-    sum u (dP - guess) k and sum u k are kept apart until delta is known; the guess, the delta of a sample of the keys,
-    keeps them from cancelling.
-    """
+    """dQ, and delta = sum u dP / sum u, in one pass: see `add_keys`."""
     head = tl.program_id(0)
     head64 = head.to(tl.int64)
     tile = (tl.load(row_counts + head) + R - 1) // R - 1 - tl.program_id(1)
@@ -101,18 +103,9 @@ def tiled_dq_kernel(
     edges = middle - begin + end - middle_end
     given = (first, last, at, kp_base, stride_kpn, K)
 
-    span = tl.maximum(end - begin, 1).to(tl.int64) * STEP
-    some = begin * STEP + (tl.arange(0, SAMPLE) * span // SAMPLE).to(tl.int32)
-    of_some = products(b_q, k_base, some, stride_kn, K, D, BLOCK_D, True, PRECISION)
-    _z, _p, u_some = weigh(of_some, c, d[:, None], a, A)
-    u_some = tl.where(seen_by(some, given, True, POSITIONS), u_some, 0.0)
-    of_some = products(b_dout, v_base, some, stride_vn, K, E, BLOCK_E, True, PRECISION)
-    guess = tl.sum(u_some, 1)
-    guess = tl.sum(u_some * of_some, 1) / tl.where(guess == 0.0, 1.0, guess)
-
     zero = tl.zeros([R], tl.float32)
     sums = (zero, zero, zero, zero, tl.zeros([R, BLOCK_D], tl.float32), tl.zeros([R, BLOCK_D], tl.float32))
-    of_rows = (b_q, b_dout, guess, c, d, a)
+    of_rows = (b_q, b_dout, c, d, a)
     bases = (k_base, v_base, stride_kn, stride_vn)
     for i in range(edges):
         j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
@@ -122,13 +115,12 @@ def tiled_dq_kernel(
         j = n * STEP + tl.arange(0, STEP)
         sums = add_keys(j, sums, of_rows, bases, given, A, D, E, BLOCK_D, BLOCK_E, False, POSITIONS, PRECISION,
                         WITH_ALPHA)  # fmt: skip
-    sum_u, sum_dp, alpha_u, alpha_dp, with_dp, without = sums
-    rest = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
-    tl.store(delta + number, guess + rest, mask=inside)
+    _sum_u, b_delta, _alpha_u, alpha_dp, with_dp, _without = sums
+    tl.store(delta + number, b_delta, mask=inside)
     if WITH_ALPHA:
-        tl.store(row_alpha + number, alpha_dp - rest * alpha_u, mask=inside)
+        tl.store(row_alpha + number, alpha_dp, mask=inside)
     o_d = tl.arange(0, BLOCK_D)
-    b_dq = (with_dp - rest[:, None] * without) * scale
+    b_dq = with_dp * scale
     to = dq + number[:, None] * D + o_d[None, :]
     tl.store(to, b_dq.to(dq.dtype.element_ty), mask=inside[:, None] & (o_d < D)[None, :])
 

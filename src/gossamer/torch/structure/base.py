@@ -164,7 +164,7 @@ class Joined(Structure):
             raise Unsupported(f"{self!r}: lists are joined by & with patterns of one interval of keys alone. {OF_BOTH}")
 
     def __repr__(self) -> str:
-        return " & ".join([*map(repr, self._terms), *[str(self.rule)] * (self.rule != EVERY_KEY)])
+        return " & ".join([*map(repr, self._terms), *[str(self.rule)] * (not self.rule.every)])
 
     @property
     def terms(self) -> tuple[Structure, ...]:

@@ -17,7 +17,7 @@ from gossamer.layouts.device import (
     key_list_layout,
     progression_layout,
 )
-from gossamer.patterns.reach import EVERY_KEY, Bounds, Reach
+from gossamer.patterns.reach import Bounds, Reach
 from gossamer.plan.arguments import most_offset, within_positions
 from gossamer.torch import device_arrays
 from gossamer.torch.arguments import INTEGERS, describe, known
@@ -82,7 +82,7 @@ def check_vectors(B: int, device: torch.device, offset: Any, key_starts: Any, ke
 
 def goes_by_positions(structure: Structure) -> bool:
     """Whether positions of queries say what is attended; not where lists of blocks or keys alone do."""
-    return structure.rule != EVERY_KEY or any(term.block is None for term in structure.terms)
+    return not structure.rule.every or any(term.block is None for term in structure.terms)
 
 
 def layout_of(inputs: Inputs, tile: Tile, transpose: bool) -> Given:
@@ -95,7 +95,7 @@ def layout_of(inputs: Inputs, tile: Tile, transpose: bool) -> Given:
     )
 
     def interval(reach: Reach) -> Bounds:
-        if outer is None or structure.own_positions or reach != Reach():
+        if outer is None or structure.own_positions or not reach.every:
             assert position is not None
             lo, hi = structure.reached(reach, position, sizes)
             lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
@@ -107,7 +107,7 @@ def layout_of(inputs: Inputs, tile: Tile, transpose: bool) -> Given:
         return Bounds(lo.expand(hi.shape).contiguous(), hi)
 
     block_q, block_kv = tile
-    only, every = structure.rule.interval, structure.rule == EVERY_KEY
+    only, every = structure.rule.interval, structure.rule.every
     bounded = not (every and outer is first is behind is None)
     if only is None:
         assert position is not None
