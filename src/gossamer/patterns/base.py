@@ -268,7 +268,10 @@ class Pattern(metaclass=_PatternMeta):
     # -- composition --------------------------------------------------------------------------------------------
 
     def __and__(self, other: Any) -> Pattern:
-        return above.conjunction(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
+        if isinstance(other, Pattern) and not other._ordered:
+            return above.conjunction(self, other)
+        joined = getattr(other, "__rand__", None)  # asked for by name: torch 2.11 compiles no reflected operator
+        return NotImplemented if joined is None else joined(self)
 
     def __or__(self, other: Any) -> Pattern:
         return above.union(self, other) if isinstance(other, Pattern) and not other._ordered else NotImplemented
