@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,3 +216,86 @@ def test_keys_that_grow_on_a_gpu(name: str, storage: str) -> None:
             torch.testing.assert_close(found[0][1].double(), want[1], atol=1e-3, rtol=0)
             torch.testing.assert_close(found[0][0].double(), want[0], atol=2e-2, rtol=0)
     assert made()
+
+
+UP_TO = {
+    "all": (None, None), "dense": (gs.Dense(), None), "causal": (gs.Causal(), 0),
+    "past": (gs.SlidingWindow(None, -3), -3), "ahead": (gs.SlidingWindow(None, 5), 5),
+    "joined": (gs.Causal() & gs.SlidingWindow(None, -1), -1),
+    "far ahead": (gs.SlidingWindow(None, 2**29), 2**29),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bshd"])
+@pytest.mark.parametrize("name", UP_TO)
+def test_one_query_at_an_offset_of_its_own_needs_no_structure(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the keys up to one: `key_lengths` says which, and what lies behind may be anything."""
+    from gossamer.torch import request
+
+    def structured(*_: Any) -> Any:
+        raise AssertionError("structure was made")
+
+    monkeypatch.setattr(request, "structured", structured)
+    pattern, right = UP_TO[name]
+    draw = random.Random(name + layout)
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
+        K, limits = draw.choice([1, 7, 100]), torch.iinfo(dtype)
+        near = [0, 1, K - 1, K, K + 3, draw.randint(0, K), limits.max, limits.min]
+        offsets = [min(limits.max, draw.choice(near)) for _ in range(3)]
+        lengths = [draw.choice([0, K, K + 2, draw.randint(0, K)]) for _ in range(3)]
+        listed = name in ("all", "dense") or draw.random() < 0.5
+        more = {"key_lengths": torch.tensor(lengths, dtype=draw.choice([torch.int32, torch.int64]))} if listed else {}
+        most = 2**31 - 2**16 - K
+        ends = [K if right is None else max(-most, min(most, at)) + right + 1 for at in offsets]
+        ends = [max(0, min(K, end, n if listed else K)) for end, n in zip(ends, lengths, strict=True)]
+        q, k, v = (torch.randn(3, heads, n, 8, dtype=torch.float64) for heads, n in ((4, 1), (2, K), (2, K)))
+        for b, end in enumerate(ends):
+            k[b, :, end:], v[b, :, end:] = math.nan, math.inf
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        turned = [x.transpose(1, 2) for x in (q, k, v)] if layout == "bshd" else [q, k, v]
+        out = gs.attention(*turned, pattern, q_offset=torch.tensor(offsets, dtype=dtype), layout=layout, **more)
+        out = out.transpose(1, 2) if layout == "bshd" else out
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        for b, end in enumerate(ends):
+            own = [x[b : b + 1, :, :n].detach().requires_grad_() for x, n in ((q, 1), (k, end), (v, end))]
+            alone = gs.attention(*own, implementation="reference")
+            torch.testing.assert_close(out[b : b + 1], alone, atol=1e-12, rtol=0)
+            wanted = torch.autograd.grad(alone.square().sum(), own)
+            for x, y in zip(gradients, wanted, strict=True):
+                torch.testing.assert_close(x[b : b + 1, :, : y.shape[2]], y, atol=1e-12, rtol=0)
+                assert not x[b, :, y.shape[2] :].any()
+
+
+def test_lengths_of_one_query_follow_what_is_written() -> None:
+    """Offsets are read in each call, also by one that is compiled; what is written later changes no gradient."""
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (1, 40, 40))
+    at = torch.tensor([3, 30])
+
+    def run(at: Tensor) -> Tensor:
+        return gs.attention(q, k, v, gs.Causal(), q_offset=at)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for offsets in ([3, 30], [39, 0], [-1, 12]):
+        at.copy_(torch.tensor(offsets))
+        wanted = [gs.attention(q, k[:, :, : n + 1], v[:, :, : n + 1], implementation="reference") for n in offsets]
+        for out in (run(at), compiled(at)):
+            for b in range(2):
+                torch.testing.assert_close(out[b], wanted[b][b])
+    out = run(at)
+    at.fill_(39)
+    (dk,) = torch.autograd.grad(out.sum(), k)
+    assert not dk[0].any() and dk[1, :, 12].any() and not dk[1, :, 13:].any()
+
+
+def test_what_a_wrong_offset_of_one_query_says() -> None:
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (1, 40, 40))
+    wrong = (torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0]), torch.tensor([[1], [2]]))
+    for offset in wrong:
+        with pytest.raises(ValueError, match="q_offset must be"):
+            gs.attention(q, k, v, gs.Causal(), q_offset=offset)
+    with pytest.raises(ValueError, match="key_lengths must be"):
+        gs.attention(q, k, v, gs.Causal(), q_offset=torch.tensor([1, 2]), key_lengths=torch.tensor([1.0, 2.0]))
+    explained = gs.explain(q, k, v, gs.Causal(), q_offset=torch.tensor([1, 2]))
+    assert explained.structure is None and "key_lengths" in str(explained.problem.score_terms)

@@ -26,7 +26,7 @@ from gossamer.torch.arguments import (
     vectors_of,
 )
 from gossamer.torch.calls import call_of, known, read_q_offset
-from gossamer.torch.decoding import growing_call
+from gossamer.torch.decoding import ends_of_one_query, growing_call
 from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
@@ -173,6 +173,10 @@ def attention(
         pattern = pattern_of(pattern)
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
+    if isinstance(q_offset, Tensor) and merge is key_starts is alibi_slopes is implementation is None:
+        ends = ends_of_one_query(q, k, pattern, q_offset, key_lengths, bshd)
+        if ends is not None:
+            pattern, q_offset, key_lengths = DENSE, None, ends
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key: Key | None = None

@@ -1,8 +1,12 @@
-"""One query behind keys that grow by a token a call: a rule that rewrites the request before it is looked up.
+"""Calls of one query, which are rewritten before they are looked up.
 
-The query sees all keys, those before it, or those of a window: a view of the keys, of which it sees all. The request
-becomes one for the next multiple of `RANGE` keys, of which `key_lengths` says how many there are; the rest is neither
-there nor read (`Capability.grows`). So every number of keys of a range shares one launch.
+One offset on the device for each sequence (`ends_of_one_query`): a query that sees the keys up to one sees what
+`key_lengths` says, which kernels read themselves, and no structure is made.
+
+Keys that grow by a token a call (`growing_call`): the query sees all keys, those before it, or those of a window: a
+view of the keys, of which it sees all. The request becomes one for the next multiple of `RANGE` keys, of which
+`key_lengths` says how many there are; the rest is neither there nor read (`Capability.grows`). So every number of keys
+of a range shares one launch.
 """
 
 from __future__ import annotations
@@ -17,19 +21,22 @@ from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors
 from gossamer.memo import LEAST, Memo
-from gossamer.patterns import Causal, Dense, SlidingWindow
+from gossamer.patterns import Causal, Dense, Pattern, SlidingWindow
 from gossamer.plan.arguments import most_offset
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Unsupported
 from gossamer.plan.table import NAMES, load
-from gossamer.torch.arguments import Arguments, four_dimensional, unbatched
+from gossamer.torch.arguments import INTEGERS, Arguments, four_dimensional, unbatched
+from gossamer.torch.arguments import known as holds
 from gossamer.torch.calls import Call, call_of, known
 from gossamer.torch.key import alignment, differentiable
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import growing
 from gossamer.torch.request import DENSE, Request, ResolvedPattern
+from gossamer.torch.structure.base import narrow
 
 RANGE = 128  # numbers of keys that share a launch
+MOST_REACH = 2**30  # of a rule: positions and it are added in int32
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
 _NUMBERS = (type(None), int, float)
 
@@ -62,6 +69,36 @@ class Growing(NamedTuple):
         sinks = Vectors(*vectors).sink_logits if vectors else None
         out, lse = self.call(q, k, v, self.length, sinks, None)
         return unbatched(out, lse, 4, self.bshd) if self.bshd else (out, lse)  # out of one query lies alike in both
+
+
+def ends_of_one_query(q: Any, k: Any, pattern: Any, offset: Tensor, key_lengths: Any, bshd: bool) -> Tensor | None:
+    """key_lengths (B,) that say all that the one query of each sequence sees; None where it goes the usual way.
+
+    Args:
+        offset: `q_offset`, a tensor.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and offset.ndim == 1):
+        return None
+    rows = 1 if bshd else 2
+    if not holds(q.shape[rows] == 1) or not (pattern is None or isinstance(pattern, Pattern)):
+        return None
+    for x in (offset, key_lengths):
+        if x is not None and (
+            not isinstance(x, Tensor) or x.device != q.device or x.dtype not in INTEGERS
+            or x.ndim != 1 or not holds(x.shape[0] == q.shape[0])
+        ):  # fmt: skip
+            return None
+    rule = (DENSE if pattern is None else pattern).device_rule()
+    reach = None if rule is None else rule.interval
+    if reach is None or reach.left is not None or reach.first is not None or reach.blocks:
+        return None
+    if reach.right is None:
+        return key_lengths
+    if abs(reach.right) > MOST_REACH:
+        return None
+    behind, K = reach.right + 1, k.shape[rows]
+    ends = narrow(offset, -behind, K - behind) + behind
+    return ends if key_lengths is None else torch.minimum(ends, key_lengths)
 
 
 def growing_call(

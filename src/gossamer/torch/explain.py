@@ -21,9 +21,19 @@ from gossamer.plan.plan import Plan, refusals
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.plan.tabular import aligned
-from gossamer.torch.arguments import BHND, AttentionOptions, Distance, Layout, Lengths, cast_type, describe, is_handle
+from gossamer.torch.arguments import (
+    BHND,
+    AttentionOptions,
+    Distance,
+    Layout,
+    Lengths,
+    cast_type,
+    describe,
+    is_bshd,
+    is_handle,
+)
 from gossamer.torch.calls import read_q_offset, results_in_bshd
-from gossamer.torch.decoding import for_one_query
+from gossamer.torch.decoding import ends_of_one_query, for_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
@@ -316,6 +326,10 @@ def explain(
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     scaled = {"q": "scale, a tensor, is multiplied into it"} if q is not given else {}
+    if isinstance(q_offset, Tensor) and key_starts is alibi_slopes is implementation is None:
+        ends = ends_of_one_query(q, k, pattern, q_offset, key_lengths, is_bshd(layout))
+        if ends is not None:
+            pattern, q_offset, key_lengths = None, None, ends
     reordered = pattern if isinstance(pattern, ReorderedCSR) else None
     options = AttentionOptions(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
