@@ -123,8 +123,13 @@ def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:
     if pattern is None:
         pattern = DENSE
     if isinstance(pattern, Pattern):
-        if constants and torch.compiler.is_compiling():
-            return ResolvedPattern(pattern._compiled_handle())  # type: ignore[attr-defined]
+        if torch.compiler.is_compiling():
+            if constants:
+                return ResolvedPattern(pattern._compiled_handle())  # type: ignore[attr-defined]
+            if not hasattr(pattern, "handle"):
+                raise ValueError(
+                    "a pattern may be made inside a compiled function with torch 2.13 or newer; make it outside"
+                )
         return ResolvedPattern(pattern.handle, alive=pattern)
     if isinstance(pattern, torch.SymInt) or is_handle(pattern):
         if torch.compiler.is_compiling():
