@@ -115,7 +115,7 @@ if INTERPRETING:
         from tests.sparse_k.test_operator import scores
 
         draw = random.Random(part)
-        for _ in range(6):
+        for _ in range(4):
             N = draw.choice([1, 3, 17, 40, 70])
             u = torch.tensor([scores(draw, N) for _ in range(2)])
             if draw.random() < 0.2:
