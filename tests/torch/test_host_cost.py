@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import gossamer as gs
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.launch import operand_of
 from gossamer.memo import forget_all
+from tests.support.entered import entered
 
 needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -156,31 +155,6 @@ def test_the_other_layout_is_read_and_written_in_place(stubbed: list[tuple[Any, 
     q, k, v, written, *_ = stubbed[-1]
     assert all(a.data_ptr() == b.data_ptr() and a.shape == (2, 4, 300, 64) for a, b in zip((q, k, v), x, strict=True))
     assert written.data_ptr() == out.data_ptr() and written.stride() == q.stride() and out.is_contiguous()
-
-
-class Entered(NamedTuple):
-    """What a call enters of the package: files, and named functions in them."""
-
-    files: set[str]
-    functions: set[tuple[str, str]]
-
-
-def entered(run: Callable[[], Any]) -> Entered:
-    """Every file and every named function of the package that a call enters."""
-    root = f"{Path(gs.__file__).parent}/"
-    functions: set[tuple[str, str]] = set()
-
-    def see(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
-            functions.add((code.co_filename.removeprefix(root), code.co_qualname))
-
-    sys.setprofile(see)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return Entered({file for file, _ in functions}, functions)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

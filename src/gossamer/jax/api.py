@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
-from jax import Array
+from jax import Array, typeof
 
-from gossamer.jax import blocked
+from gossamer.jax import blocked, compat
 from gossamer.jax.arguments import (
     Arguments,
     AttentionOptions,
@@ -17,15 +18,17 @@ from gossamer.jax.arguments import (
     arguments_of,
     as_given,
     describe,
+    in_four,
     is_empty,
     problem_of,
 )
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Recipe
-from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, operator
+from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, forward_of, operator
 from gossamer.jax.prepared import Asked, Prepared, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
+from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
 from gossamer.plan.arguments import check_ahead
 from gossamer.plan.problem import Unsupported
@@ -34,6 +37,8 @@ Distance = Literal["signed", "absolute"]
 
 logger = logging.getLogger("gossamer")
 _logged: set[str] = set()
+_known: Memo[Known] = Memo()  # calls, by their keys
+_SIMPLE = frozenset({type(None), bool, int, float, str})
 
 NAMES = ("blocked", "hopper")
 
@@ -122,6 +127,13 @@ def attention(
     """
     if not isinstance(return_residual, bool):
         raise ValueError(f"return_residual must be True or False; got {describe(return_residual)}")
+    call_key = None
+    if key_lengths is sink_logits is alibi_slopes is alibi_distance is None:
+        call_key = key_of(query, key, value, pattern, scale, q_offset, softcap, implementation, deterministic)
+    known = None if call_key is None else _known.get(call_key)
+    if known is not None:
+        out, lse = known(query, key, value)
+        return (out, lse) if return_residual else out
     options = AttentionOptions(
         scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation, deterministic
     )
@@ -132,15 +144,54 @@ def attention(
     if plan.recipe is None and asked.kernels:
         _check_and_log(pattern, asked, implementation)
     present = tuple(0 if x is None else x.ndim for x in a.vectors)
-    run = _runs(config_of(a, plan, q_offset, pattern), present, plan.recipe, implementation)
+    config = config_of(a, plan, q_offset, pattern)
+    run = _runs(config, present, plan.recipe, implementation)
     try:
         out, lse = run(plan.rows, plan.columns, plan.lists, a.q, a.k, a.v, a.vectors)
     except TypeError as error:
         if "forward-mode" in str(error):
             raise TypeError(FORWARD_MODE) from error
         raise
+    if call_key is not None:
+        again: Callable[..., Any]
+        if implementation == "blocked":
+            again = partial(run, plan.rows, plan.columns, plan.lists)
+        else:
+            again = partial(forward_of(config, present, plan.recipe), plan.rows, plan.lists.get("forward", {}))
+        _known.put(call_key, Known(again, a.vectors, a.dims), plan.nbytes)
     out, lse = as_given(out, lse, a.dims)
     return (out, lse) if return_residual else out
+
+
+class Known(NamedTuple):
+    """A call of arrays alone that was checked and planned."""
+
+    run: Callable[..., tuple[Array, Array]]  # compiled, without a gradient, with its lists
+    vectors: Vectors  # none
+    dims: int
+
+    def __call__(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """(out, lse)."""
+        if self.dims != 4:
+            q, k, v = in_four(q), in_four(k), in_four(v)
+        out, lse = self.run(q, k, v, self.vectors)
+        return (out, lse) if self.dims == 4 else as_given(out, lse, self.dims)
+
+
+def key_of(q: Any, k: Any, v: Any, pattern: Any, *options: Any) -> tuple[Any, ...] | None:
+    """What tells calls apart that are computed at once, of arrays and a pattern; None for any other.
+
+    Args:
+        options: those of `attention` that are no arrays.
+    """
+    if not (pattern is None or isinstance(pattern, Pattern)) or not _SIMPLE.issuperset(map(type, options)):
+        return None
+    if any(type(x) is not compat.ArrayImpl for x in (q, k, v)) or not len(q.shape) == len(k.shape) == len(v.shape):
+        return None
+    if len(q.shape) == 4 and len(k) != len(q):  # k and v of one batch element, for all
+        return None
+    types = tuple(map(type, options))
+    return (pattern, typeof(q), typeof(k), typeof(v), *options, *types) if compat.is_plain() else None
 
 
 def config_of(a: Arguments, plan: Prepared, q_offset: int | None, pattern: Any) -> Config:

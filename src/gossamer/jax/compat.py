@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config
+from jax._src import config, core
+from jax._src.array import ArrayImpl
+
+__all__ = ["ArrayImpl"]  # the type of arrays that are there, no tracers
 
 OLDEST = (0, 10, 2)  # the oldest release that the tests run with
 if jax.__version_info__ < OLDEST:
@@ -18,6 +21,11 @@ if jax.__version_info__ < OLDEST:
 def is_staged() -> bool:
     """Whether what is computed here is written into a program (`jit`, `scan`, `export`), not computed at once."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def is_plain() -> bool:
+    """Whether no transformation is under way (`jit`, `grad`, `vmap`): what is computed here is computed at once."""
+    return bool(core.trace_state_clean())
 
 
 def constants_staged() -> AbstractContextManager[Any]:

@@ -87,6 +87,11 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
     return attend
 
 
+def forward_of(config: Config, present: Present, recipe: Recipe | None = None) -> Callable[..., Any]:
+    """(out, lse) of (rows, the forward's lists, q, k, v, vectors), without a gradient: see `operator`."""
+    return _directed("forward", config, present, recipe)
+
+
 @lru_cache(2 * MOST_OPERATORS)
 def _directed(direction: Direction, config: Config, present: Present, recipe: Recipe | None) -> Callable[..., Any]:
     """One direction, without a gradient."""
