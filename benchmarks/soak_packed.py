@@ -18,7 +18,7 @@ PROFILE = Profile(
     ("documents", "documents", "edges", "sequences", "sequences", "varlen", "varlen", "bounds", "bounds"),
     (1, 2, 7, 16, 31, 33, 64, 65, 100, 129, 200), 60_000,
     (
-        "ids of floats", "ids of another length", "edges of two dimensions", "a pattern without positions",
+        "ids of floats", "ids of fewer positions", "edges of two dimensions", "a pattern without positions",
         "edges out of range", "edges that decrease",
     ),
 )  # fmt: skip
@@ -59,8 +59,8 @@ def _documents(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -
         ids = ids[0] if rows == 1 and r.random() < 0.5 else ids
         if c.mistake == "ids of floats":
             ids = ids.float()
-        elif c.mistake == "ids of another length":
-            ids = torch.cat([ids, ids], -1)
+        elif c.mistake == "ids of fewer positions":
+            ids = ids[..., :-1]  # more are right where there is an offset
         structure = gs.DocumentIds(ids)
         text = f"ids {ids.tolist()}"
     else:
@@ -71,7 +71,7 @@ def _documents(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -
             tensor = torch.as_tensor(tensor)[None]
         elif c.mistake == "ids of floats":
             tensor = torch.as_tensor(tensor).float()
-        structure = gs.DocumentIds.from_cu_seqlens(tensor, K + (c.mistake == "ids of another length"))
+        structure = gs.DocumentIds.from_cu_seqlens(tensor, K - (c.mistake == "ids of fewer positions"))
         highest, clean = 0, []
         for edge in edges:  # one that is less than one before it counts as that
             highest = max(highest, min(edge, K))
@@ -199,7 +199,7 @@ def _sequences(c: Call, r: random.Random, four: list[Tensor], _: list[Tensor]) -
     seqused = None if used is None else integers(r, used, c.device)
     if c.mistake == "ids of floats":
         cu_q = torch.as_tensor(cu_q).float()
-    elif c.mistake == "ids of another length":
+    elif c.mistake == "ids of fewer positions":
         cu_k = integers(r, [*of_k, of_k[-1]], c.device)
     elif c.mistake == "edges of two dimensions":
         cu_q = cu_q[None]
