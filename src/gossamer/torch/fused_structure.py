@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer.kernels.packages import has_triton
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists, KeyUnions
 from gossamer.patterns.reach import Bounds
+from gossamer.torch.key import recorded
 
 TRITON = has_triton()  # as a compiler reads it
 
@@ -100,20 +101,29 @@ library.impl("block_lists", _block_lists, "CUDA")
 torch.library.register_fake("gossamer::block_lists", _fake_block_lists, lib=library)
 
 
+def _at_once(x: Tensor) -> bool:
+    """Whether kernels are launched here: the dispatcher, which modes and compilers need, takes as long as they do."""
+    return type(x) is Tensor and not recorded()
+
+
 class _Kernels:
     """A `layouts.device.Fused` of tensors on a GPU."""
 
-    def block_lists(self, *arguments: Any) -> BlockLists:
-        return BlockLists(*torch.ops.gossamer.block_lists.default(*arguments))
+    def block_lists(self, indices: Tensor, *more: Any) -> BlockLists:
+        function = _block_lists if _at_once(indices) else torch.ops.gossamer.block_lists.default
+        return BlockLists(*function(indices, *more))
 
-    def key_unions(self, *arguments: Any) -> KeyUnions:
-        return KeyUnions(*torch.ops.gossamer.key_unions.default(*arguments))
+    def key_unions(self, indices: Tensor, *more: Any) -> KeyUnions:
+        function = _key_unions if _at_once(indices) else torch.ops.gossamer.key_unions.default
+        return KeyUnions(*function(indices, *more))
 
-    def interval_lists(self, *arguments: Any) -> IntervalLists:
-        return IntervalLists(*torch.ops.gossamer.interval_lists.default(*arguments))
+    def interval_lists(self, lo: Tensor, *more: Any) -> IntervalLists:
+        function = _interval_lists if _at_once(lo) else torch.ops.gossamer.interval_lists.default
+        return IntervalLists(*function(lo, *more))
 
-    def turned(self, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
-        return Bounds(*torch.ops.gossamer.turned_intervals.default(lo, hi, columns))
+    def turned(self, lo: Tensor, *more: Any) -> Bounds:
+        function = _turned_intervals if _at_once(lo) else torch.ops.gossamer.turned_intervals.default
+        return Bounds(*function(lo, *more))
 
 
 kernels = _Kernels()
