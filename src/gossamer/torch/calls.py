@@ -137,7 +137,7 @@ class Call:
             check_distances(a, self.scoring, attended.handle)
         check_sizes(a, attended.handle)
         self.differentiable, self.device = a.backward, a.q.device
-        self.attended = attended._replace(data=(), alive=None)
+        self.attended = attended._replace(data=(), alive=None, made_from=None)
         # A call that is kept must keep no tensor of the user alive.
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0

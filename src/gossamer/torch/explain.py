@@ -348,11 +348,12 @@ def explain(
     plan = usual if again or a.dims != 4 else for_one_query(usual, a, attended.alive)
     scoring, p = scoring_of(a, a.k.shape[2]), plan.problem
     actual = problem_of(a, attended.geometry)
+    made_from = None if attended.made_from is None else attended.made_from()
     check_rows(actual, scoring, attended.handle)
     check_distances(a, scoring, attended.handle)
     check_sizes(a, attended.handle)
     if actual.empty:
-        return _of_nothing(actual, plan, _tensor_bytes(q, k, v), attended.made_from or None)
+        return _of_nothing(actual, plan, _tensor_bytes(q, k, v), made_from)
     whole = None if attended.data else pattern_of(attended.handle)
     partition = None if whole is None else plan.partition(attended.handle, scoring.q_offset)
     which = whole if partition is None else None
@@ -394,7 +395,7 @@ def explain(
         dense="Causal()" if causal else "Dense()",
         dense_pairs=executed_by_dense(plan, causal, scoring.q_offset),
         dense_seconds=all_pairs(plan, causal, scoring.q_offset),
-        structure=attended.made_from or None,
+        structure=made_from,
         of_dense=of_dense(plan, counted, causal, scoring.q_offset),
     )
 

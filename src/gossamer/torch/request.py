@@ -6,6 +6,7 @@ It is made of a call whose key is not known; the operators make theirs from the 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -43,7 +44,7 @@ class ResolvedPattern(NamedTuple):
     data: tuple[Tensor, ...] = ()  # the arrays of a BlockLayout, or one mask
     geometry: tuple[int, ...] = ()  # of a layout: see `given_layouts.geometry_of`
     alive: Any = None  # what must live as long as the handle is used
-    made_from: str = ""  # where the layout was made on the device: what from, in words
+    made_from: Callable[[], str] | None = None  # where the layout was made on the device: what from, in words
 
 
 class Request(NamedTuple):
@@ -99,7 +100,7 @@ def request_of(
     """
     o = coerced(q, options, vectors)
     a = arguments_of(q, k, v, o)
-    source = ""
+    source = None
     if asks_for_structure(pattern, o.q_offset, o.key_starts):
         if is_handle(pattern) and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)

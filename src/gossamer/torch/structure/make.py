@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +39,7 @@ class Structured(NamedTuple):
 
     arguments: Arguments  # without what the layout holds: offsets and lengths
     layout: Given
-    source: str  # what it was made from, in words
+    source: Callable[[], str] | None = None  # what it was made from, in words
 
 
 def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: bool) -> Structured:
@@ -85,14 +87,14 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     structure.check_numbers(inputs.sizes)
     if compiling and is_unbacked(a.q, a.k, a.v, *inputs.tensors):
         tile = tile_of(rest, structure.block)
-        return Structured(rest, layout_from(arrays_behind(inputs, tile), (*tile, Q, K, 1)), "")
+        return Structured(rest, layout_from(arrays_behind(inputs, tile), (*tile, Q, K, 1)))
     inputs.check()
     if 0 in inputs.sizes:
         if not compiling:
             validate(rest)
         block_q, block_kv = NO_TILES
         nothing = empty_layout(Q, K, a.q, block_q=block_q, block_kv=block_kv, xp=device_arrays)
-        return Structured(rest, nothing, repr(structure))
+        return Structured(rest, nothing, None if compiling else structure.__repr__)
     tile = known_tile(rest, structure.block) if eager else tile_of(rest, structure.block)
     if structure.block == 1 and structure.list_heads is not None:
         tile = group_of(rest, structure.list_heads)
@@ -103,10 +105,14 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
         layout = layout_of(inputs, tile, transpose)
     if compiling:
-        return Structured(rest, layout, "")
-    given = (("q_offset", offset), ("key_starts", key_starts), ("key_lengths", a.key_lengths))
-    source = ", ".join([repr(structure), *(name for name, x in given if x is not None)])
-    return Structured(rest, layout, source)
+        return Structured(rest, layout)
+    given = {"q_offset": offset, "key_starts": key_starts, "key_lengths": a.key_lengths}
+    return Structured(rest, layout, partial(_in_words, structure, [n for n, x in given.items() if x is not None]))
+
+
+def _in_words(structure: Structure, vectors: list[str]) -> str:
+    """What a layout was made from."""
+    return ", ".join([repr(structure), *vectors])
 
 
 def _advice(pattern: Any, offset: Tensor | None, key_starts: Tensor | None) -> str:
