@@ -297,3 +297,30 @@ def test_threads_share_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
         with ThreadPoolExecutor(2) as pool:
             first, second = pool.map(lambda _: ask(), range(2))  # noqa: B023
         assert first is second is ask() and first.split_rows.slots > 0
+
+
+def test_launches_at_once(streams: None) -> None:
+    """Arguments by place or by name, in the kernel's order; compiled once for equal numbers, types and alignment."""
+    kernel = Kernel()
+    x, y = torch.zeros(8), torch.zeros(9)[1:]  # the second begins 4 bytes behind a multiple of 16
+
+    def launch(size: int, x: torch.Tensor, y: torch.Tensor, grid: tuple[int, ...] = (3,), **more: Any) -> None:
+        given = {"scale": 0.5, "FLAG": True, "num_warps": 4} | more
+        relaunch.at_once(kernel, grid)(size, x, table=x, y=y, **given)
+
+    def compiled() -> int:
+        return sum(kind == "compiled" for kind, _, _ in kernel.calls)
+
+    launch(7, x, y)
+    (_, grid, (*stand_ins, options)), (kind, programs, passed) = kernel.calls
+    assert grid == (3,) and options == {"num_warps": 4} and (kind, programs) == ("known", (3, 1, 1))
+    assert [x if isinstance(x, (int, float)) else x.data_ptr() for x in stand_ins] == [7, 0, 0.5, 8, 0, True]
+    assert passed == (7, x.data_ptr(), 0.5, y.data_ptr(), x.data_ptr(), True)
+    launch(7, x + 1, y.clone().repeat(2)[4:])  # others of the same facts
+    assert compiled() == 2, "an aligned y is another kernel"
+    launch(7, x + 1, torch.zeros(9)[1:])
+    assert compiled() == 2 and len(kernel.calls) == 5
+    for more in ({"size": 8}, {"grid": (4,)}, {"scale": 0.25}, {"FLAG": False}, {"num_warps": 8}, {"x": x.int()}):
+        before = compiled()
+        launch(**({"size": 7, "x": x, "y": y} | more))
+        assert compiled() == before + 1, more
