@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -225,33 +225,41 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     return quick
 
 
-@lru_cache(1024)
-def _kept(function: Any, device: int, programs: Programs) -> Callable[..., None]:
-    """`launcher`, on the current device."""
-    return launcher(function, programs)
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def at_once(function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """`function[grid]`, which Triton looks up for the first of equal launches alone: the others take a fraction.
 
-    Equal are those of the same numbers, and of arrays of the same types and alignment.
+    Equal are those of the same numbers, and of tensors of the same types and alignment.
     """
     if knobs.runtime.interpret:
         interpreted: Callable[..., None] = function[grid]
         return interpreted
-    names = parameters(function)
 
     def run(*arguments: Any, **named: Any) -> None:
-        given = [*arguments, *(named.pop(name) for name in [*names][len(arguments) :])]
-        facts = tuple([
-            Pointer(_name(x.dtype), x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else x for x in given
-        ])  # fmt: skip
-        launch = _kept(function, torch.cuda.current_device(), Programs(grid, tuple(named.items()), facts))
-        launch(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given])
+        facts: list[Any] = []
+        given: list[Any] = []
+        for x in arguments + tuple(map(named.pop, _names(function)[len(arguments) :])):
+            if isinstance(x, torch.Tensor):
+                address = x.data_ptr()
+                given.append(address)
+                facts += x.dtype, address % ALIGNMENT == 0
+            else:
+                given.append(x)
+                facts.append(x)
+        _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(named.items()))(*given)
 
     return run
+
+
+@lru_cache
+def _names(function: Any) -> tuple[str, ...]:
+    return tuple(parameters(function))
+
+
+@lru_cache(1024)
+def _kept(
+    function: Any, grid: tuple[int, ...], device: int, facts: tuple[Any, ...], options: tuple[tuple[str, Any], ...]
+) -> Callable[..., None]:
+    """`launcher` on the current device; of a tensor the facts are its type, and behind it whether it is aligned."""
+    left = iter(facts)
+    signature = [Pointer(str(x).removeprefix("torch."), next(left)) if isinstance(x, torch.dtype) else x for x in left]
+    return launcher(function, Programs(grid, options, tuple(signature)))
