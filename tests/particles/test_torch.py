@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import gossamer as gs
 from gossamer import particles as gp
+from gossamer.memo import forget_all
 from gossamer.particles import fused_torch, in_torch, terms
 from gossamer.particles.kernels.radial.gravity import coefficients_of, long_root
 from tests.particles import oracle
@@ -262,13 +263,14 @@ def test_nor_do_gradients_of_values(wrong: float, device: str, skipped: bool, mo
     """Also those of particles without a neighbour, of which kernels, that skip pairs, have the sum 0."""
     if skipped:
 
-        def nothing(term: str, law: Any, cells: gp.Cells, *rest: Any) -> torch.Tensor:
-            d = len(cells.runs.points)
-            columns = {"sum": 1, "sum_slopes": d + 1, "force": d, "force_slopes": d + 1}
-            return cells.runs.points.new_zeros(cells.num_particles, columns[term])
+        def nothing(self: Any, term: str, runs: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+            """Sums of no pair, times `known`, as the kernels write them."""
+            shape = {"sum": (9,), "sum_slopes": (9, 4), "force": (9, 3), "force_slopes": (9, 4)}[term]
+            return (runs.points.new_zeros(shape) * runs.known,)
 
         monkeypatch.setattr(fused_torch, "serves", lambda cells: True)
-        monkeypatch.setattr(fused_torch, "_run", nothing)
+        monkeypatch.setattr(fused_torch.Sums, "_run", nothing)
+        forget_all()
     x = torch.rand(9, 3, device=device)
     x[4, 1] = wrong
     for asked in ("v", "xv"):
@@ -283,6 +285,7 @@ def test_nor_do_gradients_of_values(wrong: float, device: str, skipped: bool, mo
             given = [values, x] if "x" in asked else [values]
             for one in (out, *torch.autograd.grad(out.sum(), given)):
                 assert one.isnan().all()
+    forget_all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,8 +1,8 @@
 """The call of a kernel of sums: its configuration, its numbers, and the columns that particles bring.
 
 The order of the arguments is that of `RadialSums` (`radial/device/kernel.py`): particles, three levels of boxes, order,
-a factor of all sums; the result; the sizes of the box, the squared radius, and eleven numbers of the law, whose lengths are in the unit of
-the cells as those before are. The last is the unit in which a function that a user wrote gets them.
+a factor of all sums; the result; the sizes of the box, the squared radius, and eleven numbers of the law, whose lengths
+are in the unit of the cells as those before are. The last is the unit in which a function that a user wrote gets them.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def boxes_kernel(
 ):  # fmt: skip
     """Positions in order, filled up by the last one, and boxes of them.
 
-    The first G programs make the boxes of groups of FAN blocks, for which each reads its positions by itself; the others
-    have a block each.
+    The first G programs make the boxes of groups of FAN blocks, for which each reads its positions by itself; the
+    others have a block each.
     """
     pid, rounding = tl.program_id(0), length(rounding, WIDE)
     if pid < G:
@@ -148,3 +148,47 @@ def names_kernel(
         column = tl.load(columns + n, mask=inside, other=-1)
         at = tl.load(order + tl.minimum(tl.maximum(column, 0), N - 1))
         tl.store(keys + n, tl.where(column < 0, -1, at), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "C", "n"])
+def items_kernel(
+    counts,  # (T,) int32: columns of groups
+    items, column_items,  # (n, ITEM) int32: the work of heads, one after the other: `groups.items_of`
+    segments,  # (T, 8) int32
+    T, C, n, STEP: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The work of both directions."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < n
+    head, group = at // T, at % T
+    steps = (tl.minimum(tl.load(counts + group, mask=there, other=0), C) + STEP - 1) // STEP
+    first, none = group * (C // STEP), at * 0
+    row, column = items + at.to(tl.int64) * ITEM, column_items + at.to(tl.int64) * ITEM
+    for word in tl.static_range(ITEM):
+        of_row, of_column = none, none
+        if word == 1:
+            of_row, of_column = head, head
+        if word == 2:
+            of_row, of_column = group, group
+        if word == 3:
+            of_row, of_column = none - 1, none - 1
+        if word == 4:
+            of_column = group
+        if word == 5 or word == 6:
+            of_column = none + 1
+        if word == 8:
+            of_row = first
+        if word == 9:
+            of_row = steps
+        if word == 11:
+            of_row = none + 1
+        tl.store(row + word, of_row, mask=there)
+        tl.store(column + word, of_column, mask=there)
+    there &= at < T
+    for word in tl.static_range(8):
+        of_segment = none
+        if word == 6:
+            of_segment = first
+        if word == 7:
+            of_segment = steps
+        tl.store(segments + at * 8 + word, of_segment, mask=there)

@@ -6,14 +6,16 @@ Each takes operands, and describes steps for `torch.bind`; sums and lists add th
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
+from gossamer.cute.row_items import ITEM
 from gossamer.kernels import relaunch
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, compute_dtype
 from gossamer.particles.geometry import BITS, LEVELS, ROUNDING, RUN, WHOLE, Sizes
-from gossamer.particles.kernels.neighbors.configurations import ROWS
+from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles.kernels.radial.configurations import FAR
 from gossamer.particles.triton import box_kernels, order_kernels
 
@@ -28,11 +30,11 @@ def _launcher(function: Any, *key: Any) -> Callable[..., None]:
     return relaunch.launcher(function, relaunch.Programs(*key))
 
 
-extents, keys, boxes, records, names = (
+extents, keys, boxes, records, names, items = (
     partial(_launcher, function)
     for function in (
         order_kernels.extents_kernel, order_kernels.keys_kernel, box_kernels.boxes_kernel, box_kernels.records_kernel,
-        box_kernels.names_kernel,
+        box_kernels.names_kernel, box_kernels.items_kernel,
     )
 )  # fmt: skip
 
@@ -76,21 +78,21 @@ def cells(x: Operand, box: Sizes, unit: float) -> Prepared:
     return b.done(*made, known)
 
 
-def add_records(b: Builder, a: str, others: str, width: int, at: str) -> str:
-    """Add the step that makes the records (P, width) of particles; its name begins with `at`.
+def add_records(b: Builder, brought: Sequence[str], width: int, prefix: str = "") -> str:
+    """Add the step that makes the records (P, width) of particles, and give their name, which begins with `prefix`.
 
     Args:
-        a, others: (N, A) and (N, B) float32, of any strides: what particles bring.
+        brought: up to two arrays (N, C) of float32, of any strides, whose columns follow the positions.
     """
-    d, T, run = b["points"].shape
-    (N,), P = b["order"].shape, T * run
-    made = b.array(f"{at}records", "float32", (P, width))
-    of: dict[str, Any] = {"points": "points", "order": "order", "a": a, "b": others, "records": made, "N": N, "P": P}
-    for name, array in (("a", a), ("b", others)):
-        rows, columns = b[array].strides
-        of |= {f"stride_{name}n": rows, f"stride_{name}c": columns, name.upper(): b[array].shape[1]}
+    (d, T, run), (N,) = b["points"].shape, b["order"].shape
+    made = b.array(f"{prefix}records", "float32", (T * run, width))
+    of: dict[str, Any] = {"points": "points", "order": "order", "records": made, "N": N, "P": T * run}
+    for name, array in zip_longest("ab", brought):
+        (_, columns), strides = (b[array].shape, b[array].strides) if array else ((0, 0), (0, 0))
+        of |= {name: array or "points", name.upper(): columns}
+        of |= dict(zip((f"stride_{name}n", f"stride_{name}c"), strides, strict=True))
     of |= {"far": FAR, "D": d, "WIDTH": width, "BLOCK": BLOCK}
-    _step(b, "records", box_kernels.records_kernel, P // BLOCK, of)
+    _step(b, "records", box_kernels.records_kernel, T * run // BLOCK, of)
     return made
 
 
@@ -103,6 +105,16 @@ def add_names(b: Builder, capacity: int) -> tuple[str, str]:
     of |= {"keys": key, "particles": particles, "N": N, "T": T, "C": listed // T, "M": capacity, "programs": programs}
     _step(b, "names", box_kernels.names_kernel, programs + -(-listed // PART), {**of, "ROWS": ROWS, "BLOCK": PART})
     return key, particles
+
+
+def items_of(counts: Operand, room: int, H: int) -> Prepared:
+    """`groups.items_of` of lists with room for so many columns, for H heads: its arrays in order."""
+    b, (T,) = Builder({"counts": counts}), counts.shape
+    shapes = {"items": (H * T, ITEM), "column_items": (H * T, ITEM), "segments": (T, 8)}
+    made = {name: b.array(name, "int32", shape) for name, shape in shapes.items()}
+    of = {"counts": "counts", **made, "T": T, "C": room, "n": H * T, "STEP": STEP, "ITEM": ITEM, "BLOCK": BLOCK}
+    _step(b, "items", box_kernels.items_kernel, -(-H * T // BLOCK), of)
+    return b.done(*made)
 
 
 def _step(b: Builder, name: str, function: Any, programs: int, values: Mapping[str, Any]) -> None:

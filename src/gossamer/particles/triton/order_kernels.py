@@ -24,30 +24,19 @@ def smaller(x, y):
 @triton.jit
 def length(x, WIDE: tl.constexpr):
     """A length in the type of the arithmetic."""
-    if WIDE:
-        return x.to(tl.float64, bitcast=True)
-    else:
-        return x
+    return x.to(tl.float64, bitcast=True) if WIDE else x
 
 
 @triton.jit
 def divided(x, y, WIDE: tl.constexpr):
     """x / y, rounded once."""
-    if WIDE:
-        return x / y
-    else:
-        return tl.div_rn(x, y)
+    return x / y if WIDE else tl.div_rn(x, y)
 
 
 @triton.jit
 def size_of(size_x, size_y, size_z, AXIS: tl.constexpr, WIDE: tl.constexpr):
     """The size of the box along an axis."""
-    if AXIS == 0:
-        return length(size_x, WIDE)
-    elif AXIS == 1:
-        return length(size_y, WIDE)
-    else:
-        return length(size_z, WIDE)
+    return length(size_x if AXIS == 0 else size_y if AXIS == 1 else size_z, WIDE)
 
 
 @triton.jit
@@ -61,10 +50,7 @@ def position(
         PERIODIC: bit AXIS says whether the axis is.
     """
     one = tl.load(x + n.to(tl.int64) * stride_n + AXIS * stride_d, mask=there, other=0.0)
-    if WIDE:
-        one = one * length(unit, WIDE)
-    else:
-        one = one.to(tl.float32) * unit
+    one = (one if WIDE else one.to(tl.float32)) * length(unit, WIDE)
     if (PERIODIC >> AXIS) & 1:
         size = size_of(size_x, size_y, size_z, AXIS, WIDE)
         one = one - size * tl.floor(divided(one, size, WIDE))
@@ -110,10 +96,11 @@ def _from(
     if (PERIODIC >> AXIS) & 1:
         n = tl.arange(0, 1)
         one = position(x, n, n == 0, stride_n, stride_d, unit, size_x, size_y, size_z, AXIS, PERIODIC, WIDE)
-        return tl.sum(one, 0) * 0
+        start = tl.sum(one, 0) * 0
     else:
         p = tl.arange(0, PARTS)
-        return tl.reduce(tl.load(parts + 2 * AXIS * P + p, mask=p < P, other=float("inf")), 0, smaller)
+        start = tl.reduce(tl.load(parts + 2 * AXIS * P + p, mask=p < P, other=float("inf")), 0, smaller)
+    return start
 
 
 @triton.jit
@@ -123,10 +110,12 @@ def _extent(
 ):  # fmt: skip
     """The extent of the particles, or of the box, along an axis."""
     if (PERIODIC >> AXIS) & 1:
-        return start + size_of(size_x, size_y, size_z, AXIS, WIDE)
+        end = start + size_of(size_x, size_y, size_z, AXIS, WIDE)
     else:
         p = tl.arange(0, PARTS)
-        return tl.reduce(tl.load(parts + (2 * AXIS + 1) * P + p, mask=p < P, other=float("-inf")), 0, larger) - start
+        most = tl.load(parts + (2 * AXIS + 1) * P + p, mask=p < P, other=float("-inf"))
+        end = tl.reduce(most, 0, larger) - start
+    return end
 
 
 @triton.jit
