@@ -11,7 +11,7 @@ from gossamer.particles.triton.order_kernels import larger, length, position, sm
 @triton.jit
 def _store_box(boxes, at, low, high, there, rounding, AXIS: tl.constexpr, D: tl.constexpr):
     """The centre and the half width of boxes along an axis, and zeros behind the last one: `geometry.tree_of`."""
-    centre = (low + high) / 2
+    centre = (low + high) * 0.5  # a division by 2 would be an approximate one
     half = larger(high - centre, centre - low) * rounding
     tl.store(boxes + at * 8 + AXIS, centre, mask=there)
     tl.store(boxes + at * 8 + 4 + AXIS, half, mask=there)
@@ -140,7 +140,7 @@ def names_kernel(
         at = tl.load(order + place, mask=there, other=0)
         wrong = tl.load(sizes + place, mask=there, other=0) > M
         wrong |= tl.load(counts + place // ROWS, mask=inside, other=0) > C
-        wrong |= tl.load(known) != 1
+        wrong |= tl.load(known + 0 * place) != 1
         tl.store(particles + place, tl.where(there, tl.where(wrong, -2 - at, at), -1), mask=inside)
     else:
         n = (pid - programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
