@@ -105,8 +105,7 @@ class _Attend(torch.autograd.Function):
     @once
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         x, q, k, v, out, lse = ctx.saved_tensors
-        given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, **given)
+        dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, dout, dlse, q, k, v, out, lse)
         return None, None, torch.zeros_like(x) if dx is None else dx, dq, dk, dv
 
 

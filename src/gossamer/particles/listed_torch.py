@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.gpu import processors
-from gossamer.kernels.launch import ALIGNMENT, Builder, Direction, Kernel, Operand, Prepared, dtype_of, operand_of
+from gossamer.kernels.launch import (
+    ALIGNMENT,
+    INPUTS,
+    Builder,
+    Direction,
+    Kernel,
+    Operand,
+    Prepared,
+    dtype_of,
+    operand_of,
+)
 from gossamer.memo import Memo, Memos
 from gossamer.particles import fused_torch
 from gossamer.particles import groups as group_lists
@@ -35,7 +45,7 @@ ITEMS = ("items", "column_items", "segments")  # of `groups.items_of`
 _lists: Memo[Any] = Memo()  # launches, by what they follow from
 _making_items: Memo[Any] = Memo()
 _bound: Memo[Any] = Memo()
-_items: Memos[dict[str, Tensor]] = Memos()  # the items of lists, by heads
+_items: Memos[tuple[Tensor, ...]] = Memos()  # the items of lists, by heads
 
 
 def serves(cells: Cells) -> bool:
@@ -94,17 +104,19 @@ def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tens
     """out (N, H, E) and lse (N, H), by particles; NaN where lists are cut."""
     if call.scale is None:  # no products: those of zeros
         q = k = v.new_zeros(*v.shape[:2], SMALLEST)
-    out, lse = _run("forward", call, neighbors, {"q": q, "k": k, "v": v})
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    out, lse = _run("forward", call, neighbors, q, v, q, k, v)
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
 
 
-def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dx of what `kernels.launch.INPUTS` names, by particles; None for what has no such term."""
+def backward(
+    call: Attending, neighbors: Neighbors, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv and dx, by particles; None for what has no such term."""
     if call.scale is None:
-        v = given["v"]
-        given["q"] = given["k"] = v.new_zeros(*v.shape[:2], SMALLEST)
-    *gradients, rows, columns = _run("backward", call, neighbors, given)
-    dq, dk, dv = (x[0].transpose(0, 1) for x in gradients)
+        q = k = v.new_zeros(*v.shape[:2], SMALLEST)
+    *gradients, rows, columns = _run("backward", call, neighbors, q, v, dout, dlse, q, k, v, out, lse)
+    dq, dk, dv = (x.squeeze(0).transpose(0, 1) for x in gradients)
     dx = None
     if call.bandwidth is not None:
         _, d = neighbors.cells.x.shape
@@ -112,26 +124,27 @@ def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Te
     return (None, None, dv, dx) if call.scale is None else (dq, dk, dv, dx)
 
 
-def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    groups, (q, v) = neighbors.groups, (given["q"], given["v"])
+def _run(
+    direction: Direction, call: Attending, neighbors: Neighbors, q: Tensor, v: Tensor, *given: Tensor
+) -> tuple[Tensor, ...]:
+    """What a launch gives; `given` as `kernels.launch.INPUTS` has it."""
+    groups = neighbors.groups
     assert groups is not None
-    arrays = {**groups._asdict(), **_items_of(neighbors, groups, q.shape[1])}
+    items = _items_of(neighbors, groups, q.shape[1])
     key = direction, call, q.shape, v.shape, v.dtype, groups.columns.shape, v.device
-    bound = _bound.get(key)
-    if bound is None:
+    run = _bound.get(key)
+    if run is None:
+        arrays = dict(zip((*ITEMS, *Groups._fields), (*items, *groups), strict=True))
         shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-        made = launched(
-            direction, call, q.shape[1], len(q), q.shape[2], v.shape[2], dtype_of(v), processors(v.device), shapes
-        )
-        bound = _bound.put(key, (bind(made.prepared, v.device, made.given), made.given))
-    run, names = bound
+        N, H, D = q.shape
+        made = launched(direction, call, H, N, D, v.shape[2], dtype_of(v), processors(v.device), shapes)
+        run = _bound.put(key, bind(made.prepared, v.device, (*INPUTS[direction], *arrays)))
     # As kernels see them: (1, H, N, size), and (1, H, N).
-    seen = {name: _read(x).transpose(0, 1)[None] for name, x in given.items()}
-    results: tuple[Tensor, ...] = run(*[seen[name] if name in seen else arrays[name] for name in names])
+    results: tuple[Tensor, ...] = run(*[_read(x).unsqueeze(0).transpose(1, 2) for x in given], *items, *groups)
     return results
 
 
-def _items_of(neighbors: Neighbors, groups: Groups, H: int) -> dict[str, Tensor]:
+def _items_of(neighbors: Neighbors, groups: Groups, H: int) -> tuple[Tensor, ...]:
     """The items of lists for so many heads: kept as long as the lists."""
     kept = _items.of(neighbors)
     found = kept.get(H)
@@ -143,7 +156,7 @@ def _items_of(neighbors: Neighbors, groups: Groups, H: int) -> dict[str, Tensor]
             described = fused_torch.launches().items_of(operand_of(counts), groups.room, H)
             run = _making_items.put(key, bind(described, counts.device, ("counts",)))
         with torch.inference_mode(False), torch.no_grad():
-            found = dict(zip(ITEMS, run(counts), strict=True))
+            found = run(counts)
         if not (counts.is_cuda and torch.cuda.is_current_stream_capturing()):  # else they are made at each replay
             kept.put(H, found)
     return found
