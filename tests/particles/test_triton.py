@@ -161,7 +161,7 @@ def stand_in(config: RadialConfig) -> Any:
             out: Tensor, *numbers: float) -> None:  # fmt: skip
         assert records.shape == (len(clusters) * 8, config.width) and len(blocks) * 32 == len(clusters)
         assert out.shape == (len(order), config.outputs) and len(groups) == -(-len(blocks) // 32)
-        sizes, (square, along, slope) = numbers[:3], numbers[3:6]
+        sizes, (square, along, slope) = numbers[:3], (numbers[3], *numbers[5:7])
         x, brought = records[:, :3].double(), records[:, 3 : 3 + config.payload].double()
         step = x[None] - x[:, None]
         for axis, size in enumerate(sizes):
@@ -233,6 +233,35 @@ def test_a_position_that_is_not_finite() -> None:
     assert out.isnan().all() and torch.autograd.grad(out.sum(), x)[0].isnan().all()
 
 
+@interprets
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("n", [0, -5, 4, 42, -42])
+def test_factors_of_forces(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of masses by the step that makes records, of sums by the kernel: no operation around them, and in any unit."""
+    x, mass = torch.rand(40, 2), torch.rand(40)
+    law = gp.ShortRangeGravity(0.05 * 2.0**n, 0.001 * 2.0**n)
+    cells = gp.Cells.build(x * 2.0**n, 0.3 * 2.0**n)
+    scaled = law.scaled(cells.within(law.radius).unit)
+
+    def kernel(config: RadialConfig) -> Any:
+        def run(records: Tensor, *rest: Any) -> None:
+            _, _, _, order, known, out, *numbers = rest
+            step = records[None, :, :3] - records[:, None, :3]
+            s = (step * step).sum(-1)
+            near = (s > 0) & (s <= numbers[3])
+            w = torch.where(near, scaled.of(torch.where(near, s, 1.0), torch), 0.0) * records[:, 3]
+            out[order.long()] = (w[..., None] * step).sum(1)[: len(order)] * known * numbers[4]
+
+        return run
+
+    monkeypatch.setattr(kernels, "radial", kernel)
+    found = gp.radial_force(cells, mass, law)
+    wide = gp.Cells.build(x.double() * 2.0**n, 0.3 * 2.0**n)
+    wanted = gp.radial_force(wide, mass.double(), law)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4 * wanted.abs().max().item())
+
+
 def test_launches_of_a_sum() -> None:
     """Six: extents, keys, one call that sorts, boxes; records and sums. Of gradients two more."""
     for box in ((None,) * 3, (1.0,) * 3):
@@ -297,8 +326,14 @@ def test_kernels_compile(sm: int, tmp_path: Path) -> None:
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 @pytest.mark.parametrize("part", range(3))
 def test_in_interpreter(part: int) -> None:
-    sums = ["test_sums_by_launches", "test_a_position_that_is_not_finite", "test_names_and_items"]
-    tests = {0: ["test_random_cells"], 1: sums, 2: ["test_groups_of_blocks", "test_no_unit_of_length_changes_a_bit"]}
+    sums = [
+        "test_sums_by_launches",
+        "test_factors_of_forces",
+        "test_a_position_that_is_not_finite",
+        "test_names_and_items",
+    ]
+    cells = ["test_names_and_items", "test_groups_of_blocks", "test_no_unit_of_length_changes_a_bit"]
+    tests = {0: ["test_random_cells"], 1: sums, 2: cells}
     in_interpreter(__file__, *tests[part])
 
 

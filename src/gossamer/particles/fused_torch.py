@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.launch import ALIGNMENT, Builder, Kernel, Operand, operand_of
+from gossamer.kernels.launch import ALIGNMENT, Builder, Kernel, Operand, Prepared, operand_of
 from gossamer.kernels.packages import has_triton
 from gossamer.memo import Memo
 from gossamer.particles.calls import CHANNELS, call_of
 from gossamer.particles.cells import Cells, Runs
-from gossamer.particles.geometry import Sizes
+from gossamer.particles.geometry import EXPONENT, Sizes, times
 from gossamer.particles.kernels import compiled
 from gossamer.particles.kernels.radial.functions import digest
 from gossamer.particles.laws import RadialKernel
 from gossamer.torch.bind import bind
-from gossamer.torch.key import plain
+from gossamer.torch.key import recorded
 
 TREE = ("clusters", "blocks", "groups")
 RUNS = ("points", "order", *TREE, "known")  # what launches read of `Runs`
 LEAST_CAPABILITY = (8, 0)  # that Triton's kernels are compiled for
+FACTOR = 2.0 ** (EXPONENT - 2)  # of masses, which is multiplied at once
 MOST_BOUND = 16  # launches that are kept for a law: for each term, and shapes of what particles bring
 
 _sorting: Memo[Callable[[Tensor], Runs]] = Memo()
@@ -54,8 +55,9 @@ def _able(device: torch.device) -> bool:
 
 
 def sorts(x: Tensor) -> bool:
-    """Whether kernels sort these particles; a compiler, and modes, see operations."""
-    return len(x) > 0 and not torch.compiler.is_compiling() and plain(x) and _able(x.device)
+    """Whether kernels sort these particles; a compiler, and modes of operators, see operations."""
+    simple = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_neg()
+    return simple and len(x) > 0 and not recorded() and _able(x.device)
 
 
 def serves(cells: Cells) -> bool:
@@ -101,8 +103,11 @@ class Sums:
             return one[:, :d], one[:, 3:]
         return torch.stack([x[:, :d] for x in slopes]).sum(0), torch.cat([x[:, 3:] for x in slopes], 1)
 
-    def force(self, runs: Runs, mass: Tensor) -> Tensor:
-        (force,), d = self._run("force", runs, mass), len(runs.points)
+    def force(self, runs: Runs, mass: Tensor, before: float = 1.0, after: float = 1.0) -> Tensor:
+        """Forces; `before` and `after` are factors of masses and of sums, powers of two."""
+        if not 1 / FACTOR <= before <= FACTOR:
+            mass, before = times(mass, before), 1.0
+        (force,), d = self._run("force", runs, mass, factors=(before, after)), len(runs.points)
         return force if d == 3 else force[:, :d].contiguous()
 
     def force_slopes(self, runs: Runs, g: Tensor, mass: Tensor, both: bool = True) -> tuple[Tensor, Tensor]:
@@ -116,23 +121,28 @@ class Sums:
         return counts[:, 0]
 
     def _run(
-        self, term: str, runs: Runs, a: Tensor | None = None, b: Tensor | None = None, values: bool = True
-    ) -> tuple[Tensor, ...]:
+        self, term: str, runs: Runs, a: Tensor | None = None, b: Tensor | None = None, values: bool = True,
+        factors: tuple[float, float] = (1.0, 1.0),
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """The sums of a term, some channels at a time; `a` and `b` (N,) or (N, C) are what particles bring."""
         given = {name: x.resolve_neg() for name, x in (("a", a), ("b", b)) if x is not None}
         arrays = runs.points, runs.order, *runs.tree, runs.known
         facts = [(x.shape, x.stride(), x.data_ptr() % ALIGNMENT == 0) for x in given.values()]
-        key = (term, values, runs.points.shape, runs.order.shape, runs.points.device, *facts)
+        key = (term, values, factors, runs.points.shape, runs.order.shape, runs.points.device, *facts)
         run = self._bound.get(key)
         if run is None:
             operands = {name: operand_of(x) for name, x in zip(RUNS, arrays, strict=True)}
             operands |= {name: operand_of(x) for name, x in given.items()}
-            run = self._bound.put(key, bind(self._described(term, operands, values), arrays[0].device, tuple(operands)))
+            run = self._bound.put(
+                key, bind(self._described(term, operands, values, *factors), arrays[0].device, tuple(operands))
+            )
         with torch.no_grad():
             found: tuple[Tensor, ...] = run(*arrays, *given.values())
         return found
 
-    def _described(self, term: str, operands: dict[str, Operand], values: bool) -> Any:
+    def _described(
+        self, term: str, operands: dict[str, Operand], values: bool, before: float = 1.0, after: float = 1.0
+    ) -> Prepared:
         b, (d, *_) = Builder(operands), operands["points"].shape
         (N,), flat = operands["order"].shape, "a" in operands and len(operands["a"].shape) == 1
         names = [_columns(b, name) for name in ("a", "b") if name in operands]
@@ -140,12 +150,12 @@ class Sums:
         step, outs = CHANNELS.get(term, 1), []
         for at in range(0, max(C, 1), step):
             channels = min(step, C - at) if term in CHANNELS else 1
-            config, numbers = call_of(term, self.law, self.radius, self.box, channels, values)
+            config, numbers = call_of(term, self.law, self.radius, self.box, channels, values, after)
             brought = [
                 name if b[name].shape[1] <= step or term not in CHANNELS else _some(b, name, at, channels)
                 for name in names
             ]  # fmt: skip
-            records = launches().add_records(b, brought, config.width, f"{at}_")
+            records = launches().add_records(b, brought, config.width, f"{at}_", before)
             plain_sum = flat and term == "sum"
             out = b.array(f"{at}_out", "float32", (N,) if plain_sum else (N, config.outputs))
             outs.append(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.launch import ALIGNMENT
+from gossamer.memo import Memo
 from gossamer.particles import fused_torch, listed_torch, terms
 from gossamer.particles.attend_torch import attend as attend
 from gossamer.particles.cells import Cells, Runs
@@ -43,6 +45,8 @@ from gossamer.torch.transforms import refuse_transforms
 NAME = "gossamer.particles"
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
+
+_constants: Memo[Tensor] = Memo()
 
 
 def is_real(x: Tensor) -> bool:
@@ -100,6 +104,7 @@ def channels(name: str, values: Any, cells: Cells) -> Tensor:
 
 def sorting(x: Tensor, box: Sizes, unit: float) -> Callable[[Tensor], Runs]:
     """What gives the runs of such positions in a box, both multiplied by `unit`: kernels, or their definition."""
+    refuse_transforms(NAME, x)
     if fused_torch.sorts(x):
         return fused_torch.sorting(x, box, unit)
     return partial(runs_of, box=box, unit=unit)
@@ -129,6 +134,17 @@ def finite(cells: Cells) -> Tensor:
     return cells.runs.known[0] == 1
 
 
+def constant(number: float, points: Tensor) -> Tensor:
+    """A number in the type of the arithmetic (1,), which a GPU does not wait for when it comes again."""
+    dtype, device = points.dtype, points.device
+
+    def make() -> Tensor:
+        rounded = float(torch.as_tensor(number, device="cpu").to(dtype))
+        return outlasting(device, lambda: torch.full((1,), rounded, dtype=dtype, device=device))
+
+    return _constants.get_or_make((number, type(number), math.copysign(1, number), dtype, device), make)
+
+
 class _Kept:
     """A call that was checked: it keeps no tensor but that of a number which all particles have."""
 
@@ -137,13 +153,7 @@ class _Kept:
     def __init__(self, cells: Cells, given: Any, law: Any, reach: float) -> None:
         self.law, self.reach, self.unit = law, reach, cells.unit
         self.kernels = fused_torch.sums_of(law, reach, cells.sizes) if fused_torch.serves(cells) else None
-        self.number: Tensor | None = None
-        if type(given) in (int, float) and not recorded():
-            points = cells.runs.points
-            number = float(torch.as_tensor(given, device="cpu").to(points.dtype))
-            self.number = outlasting(
-                points.device, lambda: torch.full((1,), number, dtype=points.dtype, device=points.device)
-            )
+        self.number = constant(given, cells.runs.points) if type(given) in (int, float) and not recorded() else None
 
     def columns(self, cells: Cells, given: Any) -> Tensor:
         """What particles bring, in the type of the arithmetic."""
@@ -211,10 +221,10 @@ class ForceCall(_Kept):
         return force
 
     def forces(self, cells: Cells, mass: Tensor) -> Tensor:
-        mass = times(mass, self.before)
         if self.kernels is not None:
-            return times(self.kernels.force(cells.runs, mass), self.after)
-        force = pair_sums(terms.force(self.law), cells, self.reach, mass[:, None][:, :0], mass[:, None])
+            return self.kernels.force(cells.runs, mass, self.before, self.after)
+        mass = times(mass, self.before)[:, None]
+        force = pair_sums(terms.force(self.law), cells, self.reach, mass[:, :0], mass)
         return times(force, self.after) * cells.runs.known
 
     def slopes(self, cells: Cells, g: Tensor, mass: Tensor, both: bool) -> tuple[Tensor, Tensor | None]:

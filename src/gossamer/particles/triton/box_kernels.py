@@ -89,13 +89,13 @@ def boxes_kernel(
             _store_box(blocks, whole, every_low, every_high, whole >= 0, rounding, axis, D)
 
 
-@triton.jit(do_not_specialize=["N", "P", "stride_an", "stride_ac", "stride_bn", "stride_bc", "far"])
+@triton.jit(do_not_specialize=["N", "P", "stride_an", "stride_ac", "stride_bn", "stride_bc", "factor", "far"])
 def records_kernel(
     points,  # (d, P)
     order,  # (N,) int32
     a, b,  # (N, A) and (N, B), by particle
     records,  # (P, WIDTH): positions, then what particles bring; behind the last one they are far away
-    N, P, stride_an, stride_ac, stride_bn, stride_bc, far,
+    N, P, stride_an, stride_ac, stride_bn, stride_bc, factor, far,
     D: tl.constexpr, A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The particles that kernels of sums and of lists read."""
@@ -114,7 +114,7 @@ def records_kernel(
         at = tl.load(order + place, mask=there, other=0).to(tl.int64)
         for c in tl.static_range(A):
             one = tl.load(a + at * stride_an + c * stride_ac, mask=there, other=0.0)
-            tl.store(to + 3 + c, one, mask=inside)
+            tl.store(to + 3 + c, one * factor, mask=inside)
         for c in tl.static_range(B):
             one = tl.load(b + at * stride_bn + c * stride_bc, mask=there, other=0.0)
             tl.store(to + 3 + A + c, one, mask=inside)

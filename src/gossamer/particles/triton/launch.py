@@ -78,11 +78,12 @@ def cells(x: Operand, box: Sizes, unit: float) -> Prepared:
     return b.done(*made, known)
 
 
-def add_records(b: Builder, brought: Sequence[str], width: int, prefix: str = "") -> str:
+def add_records(b: Builder, brought: Sequence[str], width: int, prefix: str = "", factor: float = 1.0) -> str:
     """Add the step that makes the records (P, width) of particles, and give their name, which begins with `prefix`.
 
     Args:
         brought: up to two arrays (N, C) of float32, of any strides, whose columns follow the positions.
+        factor: of the first of them.
     """
     (d, T, run), (N,) = b["points"].shape, b["order"].shape
     made = b.array(f"{prefix}records", "float32", (T * run, width))
@@ -91,7 +92,7 @@ def add_records(b: Builder, brought: Sequence[str], width: int, prefix: str = ""
         (_, columns), strides = (b[array].shape, b[array].strides) if array else ((0, 0), (0, 0))
         of |= {name: array or "points", name.upper(): columns}
         of |= dict(zip((f"stride_{name}n", f"stride_{name}c"), strides, strict=True))
-    of |= {"far": FAR, "D": d, "WIDTH": width, "BLOCK": BLOCK}
+    of |= {"factor": factor, "far": FAR, "D": d, "WIDTH": width, "BLOCK": BLOCK}
     _step(b, "records", box_kernels.records_kernel, T * run // BLOCK, of)
     return made
 
