@@ -17,7 +17,7 @@ from gossamer.kernels import relaunch
 from gossamer.memo import LEAST, forget_all
 from gossamer.particles import edges, fused_torch, listed_torch
 from gossamer.particles.kernels import compiled as kernels
-from gossamer.torch import functions
+from gossamer.torch import bind, functions
 from tests.support.modes import NothingIsRead
 from tests.torch.test_host_cost import entered
 
@@ -206,6 +206,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, on_a_cpu: None) -> Iterator[list[s
     monkeypatch.setattr(listed_torch, "processors", lambda device: 132)
     monkeypatch.setattr(relaunch, "launcher", launcher)
     monkeypatch.setitem(functions.FUNCTIONS, "sorted_places", sort)
+    real = bind.kernel_of
+    monkeypatch.setattr(
+        bind, "kernel_of", lambda kernel: nothing(kernel.name)() if kernel.implementation == "hopper" else real(kernel)
+    )
     for name in ("radial", "lists", "attention"):
         monkeypatch.setattr(kernels, name, nothing(name))
     yield ran
@@ -240,6 +244,12 @@ def test_what_a_repeated_call_launches_and_enters(launched: list[str]) -> None:
         (lambda: step(sums, *given[:2]), [*build, *["records_kernel", "radial"] * 2], 10, 26),
         (lambda: lists.update(x), [*build, "records_kernel", "lists", "names_kernel"], 9, 17),
         (lambda: attend(x, q), ["attention"], 11, 21),
+        (
+            lambda: torch.autograd.grad(attend(x, given[2]).sum(), given[2]),
+            ["attention", "preprocess", *["attention"] * 2],
+            12,
+            25,
+        ),
     ]
     for n, (run, names, files, called) in enumerate(rows):
         run()

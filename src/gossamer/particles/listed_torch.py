@@ -109,16 +109,16 @@ def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tens
 
 
 def backward(
-    call: Attending, neighbors: Neighbors, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor,
+    call: Attending, neighbors: Neighbors, to_x: bool, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dq, dk, dv and dx, by particles; None for what has no such term."""
+    """dq, dk, dv and, if `to_x`, dx, by particles; None for what has no such term."""
     if call.scale is None:
         q = k = v.new_zeros(*v.shape[:2], SMALLEST)
     *gradients, rows, columns = _run("backward", call, neighbors, q, v, dout, dlse, q, k, v, out, lse)
     dq, dk, dv = (x.squeeze(0).transpose(0, 1) for x in gradients)
     dx = None
-    if call.bandwidth is not None:
+    if to_x and call.bandwidth is not None:
         _, d = neighbors.cells.x.shape
         dx = times((rows.sum(0) + columns.sum(0))[:, :d], call.pull)
     return (None, None, dv, dx) if call.scale is None else (dq, dk, dv, dx)
