@@ -221,12 +221,16 @@ def table(rows: list[ParticleRow]) -> Table:
 def launch(term: str) -> None:
     """The kernel of a term on a million uniform particles, two times: for a profiler."""
     c = case_of(1_000_000, "uniform", torch.device("cuda"))
-    cells, h, mass = gp.Cells.build(c.x, c.radius, 1.0), gp.Gaussian(c.h), c.mass[:, None]
-    calls: dict[str, Callable[[], Tensor]] = {
-        "sum": lambda: fused_torch.weighted(cells, h, mass),
-        "sum_slopes": lambda: fused_torch.weighted_slopes(cells, h, mass, mass),
-        "force": lambda: fused_torch.force(cells, c.law, c.law.radius, c.mass),
-        "force_slopes": lambda: fused_torch.force_slopes(cells, c.law, c.law.radius, c.x, c.mass),
+    cells = gp.Cells.build(c.x, c.radius, 1.0)
+    sums, forces = (
+        fused_torch.sums_of(law, reach, cells.sizes)
+        for law, reach in ((gp.Gaussian(c.h), cells.reach), (c.law, c.law.radius))
+    )
+    calls: dict[str, Callable[[], object]] = {
+        "sum": lambda: sums.weighted(cells.runs, c.mass),
+        "sum_slopes": lambda: sums.weighted_slopes(cells.runs, c.mass, c.mass),
+        "force": lambda: forces.force(cells.runs, c.mass),
+        "force_slopes": lambda: forces.force_slopes(cells.runs, c.x, c.mass),
     }
     for _ in range(2):
         calls[term]()

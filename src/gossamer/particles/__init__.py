@@ -2,7 +2,8 @@
 
 `radial.py` and `attention.py`: the functions; `laws.py`: what a pair adds. The definition in arrays of any library:
 `terms.py`, `attend.py`; by torch `in_torch.py`, `attend_torch.py`, by JAX `in_jax.py`, `attend_jax.py`. `cells.py`
-and `groups.py`: which particles are near. `kernels/`: the kernels, which `fused_*.py` and `listed_*.py` call.
+and `groups.py`: which particles are near. `kernels/`: the kernels, which `fused_*.py` and `listed_*.py` call;
+`triton/`: those that sort and gather for them, from torch.
 """
 
 from gossamer.particles.attention import neighbor_attention

@@ -105,9 +105,9 @@ class _Attend(torch.autograd.Function):
     @once
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         x, q, k, v, out, lse = ctx.saved_tensors
-        given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, **given)
-        return None, None, torch.zeros_like(x) if dx is None else dx, dq, dk, dv
+        _, _, to_x, *_ = ctx.needs_input_grad
+        dq, dk, dv, dx = listed_torch.backward(ctx.call, ctx.neighbors, to_x, dout, dlse, q, k, v, out, lse)
+        return None, None, torch.zeros_like(x) if to_x and dx is None else dx, dq, dk, dv
 
 
 class _AttendBlocked(torch.autograd.Function):

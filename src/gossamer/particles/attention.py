@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gossamer.particles.attend import Attending
-from gossamer.particles.edges import edge_of
+from gossamer.particles.edges import call_of, edge_of
 from gossamer.particles.laws import positive
 from gossamer.particles.neighbors import Neighbors
 
@@ -50,50 +50,86 @@ def neighbor_attention(
     """
     if not isinstance(neighbors, Neighbors):
         raise TypeError(f"neighbors must be Neighbors; got {type(neighbors).__qualname__}")
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {KERNELS}; got {kernel!r}")
-    edge, N = edge_of(v), neighbors.cells.num_particles
-    if edge is not edge_of(neighbors.cells.x):
-        raise TypeError("v and the neighbors' positions must be of one framework")
-    if (bandwidth is None) != (kernel == "dot"):
-        raise ValueError(f"bandwidth is needed with a Gaussian and has no use without; got {bandwidth} for {kernel!r}")
-    flat = len(v.shape) == 2
-    v = v[:, None] if flat else v
-    if len(v.shape) != 3 or v.shape[0] != N:
-        raise ValueError(f"v must be ({N}, E) or ({N}, H, E); got {tuple(v.shape)}")
-    if not edge.is_real(v):
-        raise ValueError(f"v must be of real numbers; got {v.dtype}")
-    if kernel == "gaussian":
-        if q is not None or k is not None or scale is not None:
-            raise ValueError('q, k and scale must be None for kernel "gaussian", which has no products')
-        q = k = v[:, :, :0]
-    elif q is None or k is None:
-        raise ValueError(f"q and k are needed for kernel {kernel!r}")
-    else:
-        q, k = (one[:, None] if len(one.shape) == 2 and flat else one for one in (q, k))
-        _, H, _ = v.shape
-        if q.shape != k.shape or len(q.shape) != 3 or tuple(q.shape[:2]) != (N, H):
-            wanted = f"({N}, D)" if flat else f"({N}, {H}, D)"
-            raise ValueError(f"q and k must be {wanted}, as v has heads; got {tuple(q.shape)} and {tuple(k.shape)}")
-        types = {str(one.dtype).removeprefix("torch.") for one in (q, k, v)}
-        if len(types) > 1 or not types <= set(TYPES):
-            raise ValueError(f"q, k and v must be of one type of {', '.join(TYPES)}; got {', '.join(sorted(types))}")
-        *_, D = q.shape
-        if not D:
-            raise ValueError("q and k must have features; got none")
-        if edge.is_learned(scale):
-            q, scale = edge.with_number(q, scale)
-        scale = D**-0.5 if scale is None else positive("scale", scale)
-    cells, pull = neighbors.cells, 0.0
-    if bandwidth is not None:
-        bandwidth = positive("bandwidth", bandwidth) * cells.unit
-        if bandwidth < NARROW:
-            raise ValueError(
-                f"bandwidth must be at least {NARROW:.2g} times the radius, {cells.radius}; "
-                f"got {bandwidth / cells.unit}"
-            )
-        pull = cells.unit / bandwidth / bandwidth
-    call = Attending(scale, bandwidth, cells.sizes, pull)
-    out, lse = edge.attend(call, neighbors, q, k, v)
-    out, lse = (out[:, 0], lse[:, 0]) if flat else (out, lse)
+    edge, cells, groups = edge_of(v), neighbors.cells, neighbors.groups
+    facts = cells.radius, cells.box, neighbors.places.shape, None if groups is None else groups.columns.shape
+    key = edge.key_of("neighbor_attention", (q, k, v, cells.x), (kernel, bandwidth, scale), *facts)
+    call = call_of(key, lambda: _Checked.of(edge, q, k, v, neighbors, kernel, bandwidth, scale))
+    out, lse = call.run(edge, q, k, v, neighbors)
     return (out, lse) if return_residual else out
+
+
+class _Checked(NamedTuple):
+    """What a call has been checked for."""
+
+    attending: Attending
+    flat: bool  # no heads
+    products: bool
+    learned: Any  # a scale whose number is not known: it is multiplied into q
+
+    @classmethod
+    def of(
+        cls, edge: Any, q: Any, k: Any, v: Any, neighbors: Neighbors, kernel: Any, bandwidth: Any, scale: Any
+    ) -> _Checked:
+        cells, N, flat = neighbors.cells, neighbors.cells.num_particles, len(v.shape) == 2
+        if kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {KERNELS}; got {kernel!r}")
+        if edge is not edge_of(cells.x):
+            raise TypeError("v and the neighbors' positions must be of one framework")
+        if (bandwidth is None) != (kernel == "dot"):
+            raise ValueError(
+                f"bandwidth is needed with a Gaussian and has no use without; got {bandwidth} for {kernel!r}"
+            )
+        heads = v[:, None] if flat else v
+        if len(heads.shape) != 3 or heads.shape[0] != N:
+            raise ValueError(f"v must be ({N}, E) or ({N}, H, E); got {tuple(heads.shape)}")
+        if not edge.is_real(v):
+            raise ValueError(f"v must be of real numbers; got {v.dtype}")
+        learned, products = None, kernel != "gaussian"
+        if not products:
+            if q is not None or k is not None or scale is not None:
+                raise ValueError('q, k and scale must be None for kernel "gaussian", which has no products')
+        elif q is None or k is None:
+            raise ValueError(f"q and k are needed for kernel {kernel!r}")
+        else:
+            _check_products(_with_heads(q, flat), _with_heads(k, flat), heads, flat)
+            *_, D = q.shape
+            learned = scale if edge.is_learned(scale) else None
+            scale = D**-0.5 if scale is None else 1.0 if learned is not None else positive("scale", scale)
+        pull = 0.0
+        if bandwidth is not None:
+            bandwidth = positive("bandwidth", bandwidth) * cells.unit
+            if bandwidth < NARROW:
+                raise ValueError(
+                    f"bandwidth must be at least {NARROW:.2g} times the radius, {cells.radius}; "
+                    f"got {bandwidth / cells.unit}"
+                )
+            pull = cells.unit / bandwidth / bandwidth
+        return cls(Attending(scale, bandwidth, cells.sizes, pull), flat, products, learned)
+
+    def run(self, edge: Any, q: Any, k: Any, v: Any, neighbors: Neighbors) -> tuple[Any, Any]:
+        """out and lse."""
+        v = _with_heads(v, self.flat)
+        q, k = (_with_heads(one, self.flat) for one in (q, k)) if self.products else (v[:, :, :0],) * 2
+        attending = self.attending
+        if self.learned is not None:
+            q, scale = edge.with_number(q, self.learned)
+            attending = attending._replace(scale=positive("scale", scale))
+        out, lse = edge.attend(attending, neighbors, q, k, v)
+        return (out[:, 0], lse[:, 0]) if self.flat else (out, lse)
+
+
+def _with_heads(x: Any, flat: bool) -> Any:
+    return x[:, None] if flat and len(x.shape) == 2 else x
+
+
+def _check_products(q: Any, k: Any, v: Any, flat: bool) -> None:
+    N, H, _ = v.shape
+    if q.shape != k.shape or len(q.shape) != 3 or tuple(q.shape[:2]) != (N, H):
+        wanted = f"({N}, D)" if flat else f"({N}, {H}, D)"
+        raise ValueError(f"q and k must be {wanted}, as v has heads; got {tuple(q.shape)} and {tuple(k.shape)}")
+    types = {str(one.dtype).removeprefix("torch.") for one in (q, k, v)}
+    if len(types) > 1 or not types <= set(TYPES):
+        raise ValueError(f"q, k and v must be of one type of {', '.join(TYPES)}; got {', '.join(sorted(types))}")
+    *_, D = q.shape
+    if not D:
+        raise ValueError("q and k must have features; got none")

@@ -1,8 +1,9 @@
 """The call of a kernel of sums: its configuration, its numbers, and the columns that particles bring.
 
-The order of the arguments is that of `RadialSums` (`radial/device/kernel.py`): particles, three levels of boxes, order;
-the result; the sizes of the box, the squared radius, and eleven numbers of the law, whose lengths are in the unit of
-the cells as those before are. The last is the unit in which a function that a user wrote gets them.
+The order of the arguments is that of `RadialSums` (`radial/device/kernel.py`): particles, three levels of boxes, order,
+whether all positions are known; the result; the sizes of the box, the squared radius, a factor of all sums, and eleven
+numbers of the law, whose lengths are in the unit of the cells as those before are. The last is the unit in which a
+function that a user wrote gets them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CHANNELS = {"sum": 4, "sum_slopes": 2}  # the most channels of a call; more take
 
 
 def call_of(
-    term: str, law: Any, radius: float, box: Sizes, channels: int = 1, values: bool = True
+    term: str, law: Any, radius: float, box: Sizes, channels: int = 1, values: bool = True, factor: float = 1.0
 ) -> tuple[RadialConfig, tuple[float, ...]]:
     """(configuration, numbers in order) of the kernel of a term, such as "sum": see `RadialConfig`."""
     softened = isinstance(law, ShortRangeGravity) and law.softening**2 >= LEAST
@@ -39,5 +40,5 @@ def call_of(
     elif isinstance(law, ShortRangeGravity):
         gaussian = [-math.log2(math.e) / (4 * law.split**2), -math.log2(2 * math.sqrt(math.pi) * law.split**3)]
         law_numbers = [law.softening**2, *coefficients_of(law.split), *gaussian]
-    numbers = [*sizes, radius * radius, *law_numbers, *[0.0] * (NUMBERS - 1 - len(law_numbers)), length]
+    numbers = [*sizes, radius * radius, factor, *law_numbers, *[0.0] * (NUMBERS - 1 - len(law_numbers)), length]
     return config, tuple(numbers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gossamer.checks import show, sized
-from gossamer.particles.edges import edge_of
+from gossamer.particles.edges import call_of, edge_of
 from gossamer.particles.geometry import BITS, EXPONENT, Sizes, times, unit_of
 from gossamer.particles.laws import positive
 
@@ -24,6 +24,7 @@ class Runs(NamedTuple):
     low: Any  # (d, T): the boxes of the runs
     high: Any
     tree: tuple[Any, ...]  # the boxes that kernels descend: `geometry.tree_of`
+    known: Any = None  # of torch (1,): 1, or NaN if any position is not finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,20 +69,8 @@ class Cells:
             (1000,)
         """
         edge = edge_of(x)
-        if len(x.shape) != 2 or x.shape[1] not in BITS or not edge.is_real(x):
-            raise ValueError(
-                f"x must be an array (N, d) of real numbers, d from 1 to 3; got {tuple(x.shape)} {x.dtype}"
-            )
-        _, d = x.shape
-        sizes, radius = box_sizes(box, d), held("radius", positive("radius", radius), x)
-        shortest = min((size for size in sizes if size is not None), default=math.inf)
-        if radius > shortest / 2:
-            raise ValueError(f"radius must be at most half the box, {shortest / 2}; got {radius}")
-        unit = unit_of(radius)
-        scaled = times_unit(sizes, unit)
-        if any(size is not None and size > LARGEST for size in scaled):
-            raise ValueError(f"box must be at most {LARGEST:.2g} times the radius, {radius}; got {box!r}")
-        return cls(x, edge.runs_of(x, scaled, unit), radius, sizes)
+        made = call_of(edge.key_of("cells", (x,), (radius, box)), lambda: _Built.of(edge, x, radius, box))
+        return cls(x, made.runs_of(x), made.radius, made.box)
 
     @property
     def num_particles(self) -> int:
@@ -117,7 +106,32 @@ class Cells:
         low, high, points, *tree = (
             times(x, made.unit / self.unit) for x in (runs.low, runs.high, runs.points, *runs.tree)
         )
-        return replace(made, runs=Runs(runs.order, points, low, high, tuple(tree)))
+        return replace(made, runs=runs._replace(points=points, low=low, high=high, tree=tuple(tree)))
+
+
+class _Built(NamedTuple):
+    """What `Cells.build` has checked, and how runs are made of such positions."""
+
+    runs_of: Any
+    radius: float
+    box: Sizes
+
+    @classmethod
+    def of(cls, edge: Any, x: Any, radius: Any, box: Any) -> _Built:
+        if len(x.shape) != 2 or x.shape[1] not in BITS or not edge.is_real(x):
+            raise ValueError(
+                f"x must be an array (N, d) of real numbers, d from 1 to 3; got {tuple(x.shape)} {x.dtype}"
+            )
+        _, d = x.shape
+        sizes, radius = box_sizes(box, d), held("radius", positive("radius", radius), x)
+        shortest = min((size for size in sizes if size is not None), default=math.inf)
+        if radius > shortest / 2:
+            raise ValueError(f"radius must be at most half the box, {shortest / 2}; got {radius}")
+        unit = unit_of(radius)
+        scaled = times_unit(sizes, unit)
+        if any(size is not None and size > LARGEST for size in scaled):
+            raise ValueError(f"box must be at most {LARGEST:.2g} times the radius, {radius}; got {box!r}")
+        return cls(edge.sorting(x, scaled, unit), radius, sizes)
 
 
 def held(name: str, radius: float, x: Any) -> float:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gossamer.memo import Memo
 
 ONCE = "particles have first derivatives alone: their gradients cannot be differentiated again"
 MODULES = {"jax": "gossamer.particles.in_jax", "torch": "gossamer.particles.in_torch"}
+
+Call = TypeVar("Call")
+
+known: Memo[Any] = Memo()  # calls that were checked and prepared, by the keys of `key_of` of an edge
 
 
 def edge_of(x: Any) -> Any:
@@ -18,7 +25,19 @@ def edge_of(x: Any) -> Any:
     """
     jax, torch = sys.modules.get("jax"), sys.modules.get("torch")
     if jax is not None and isinstance(x, jax.Array):
-        return importlib.import_module(MODULES["jax"])
+        return _module("jax")
     if torch is not None and isinstance(x, torch.Tensor):
-        return importlib.import_module(MODULES["torch"])
+        return _module("torch")
     raise TypeError(f"particles must be arrays of jax or torch; got {type(x).__module__}.{type(x).__qualname__}")
+
+
+def _module(name: str) -> Any:
+    return sys.modules.get(MODULES[name]) or importlib.import_module(MODULES[name])
+
+
+def call_of(key: Any, make: Callable[[], Call]) -> Call:
+    """The call of a key: a kept one, or one that is made, and kept if there is a key."""
+    if key is None:
+        return make()
+    found: Call | None = known.get(key)
+    return known.put(key, make()) if found is None else found

@@ -69,7 +69,7 @@ def _run(
         _target(config), jax.ShapeDtypeStruct((N, config.outputs), jnp.float32), vmap_method="sequential"
     )
     named = {targets.number(at): np.float32(x) for at, x in enumerate(numbers)}
-    out: Array = call(particles, *runs.tree, runs.order, **named)
+    out: Array = call(particles, *runs.tree, runs.order, jnp.ones(1, jnp.float32), **named)
     if term in ("force_slopes", "sum_slopes"):
         return out if d == 3 else jnp.concatenate([out[:, :d], out[:, 3:]], 1)
     return out[:, :d] if term == "force" else out

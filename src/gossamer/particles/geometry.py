@@ -97,8 +97,11 @@ def on_the_grid(x: list[Any], box: Sizes, bits: int, xp: Any) -> list[Any]:
     for extent in extents[1:]:
         longest = xp.maximum(longest, extent)
     # Equal positions along open axes have an extent of 0, and all get cell 0.
-    scale = xp.where(longest > 0, 2.0**bits / xp.where(longest > 0, longest, longest + 1), longest)
-    return [xp.clip(xp.floor((one - start) * scale), 0, 2**bits - 1) for one, start in zip(x, low, strict=True)]
+    # An inverse times a power of two has the same bits in every library, some of which divide so themselves.
+    scale = xp.where(longest > 0, 1 / xp.where(longest > 0, longest, longest + 1) * 2.0**bits, longest)
+    cells = [xp.floor((one - start) * scale) for one, start in zip(x, low, strict=True)]
+    # What is no number is in cell 0: as an integer it would be another one on each device.
+    return [xp.where(cell > 0, xp.clip(cell, None, 2**bits - 1), 0) for cell in cells]
 
 
 def nearest(x: Any, y: Any, size: float | None, xp: Any) -> Any:

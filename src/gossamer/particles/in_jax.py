@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from gossamer.particles.geometry import (
     Sizes,
     hilbert_keys,
     on_the_grid,
+    times,
     tree_of,
     wrapped,
 )
@@ -36,6 +38,10 @@ jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=[
 
 def is_real(x: Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def key_of(*_: Any) -> None:
+    """No call is kept here: `jax.jit` keeps programs."""
 
 
 def is_learned(scale: Any) -> bool:
@@ -69,6 +75,11 @@ def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
     return Runs(order, points, points.min(-1), points.max(-1), tree_of(points, jnp))
 
 
+def sorting(x: Array, box: Sizes, unit: float) -> Callable[[Array], Runs]:
+    """`runs_of` of a box and a unit."""
+    return lambda x: runs_of(x, box, unit)
+
+
 def _type(x: Array) -> Any:
     return x.dtype if x.dtype == jnp.float64 else jnp.float32
 
@@ -92,17 +103,41 @@ def _at(x: Array, gradients: Array) -> Array:
     return gradients * _known(jnp.isfinite(x).all(), gradients)
 
 
-def radial_sum(cells: Cells, values: Array, law: Any) -> Array:
-    x = cells.x.astype(values.dtype) * cells.unit
-    sums: Array = _sum(law, reach_of(cells), x, cells.runs, values)
-    return sums
+class SumCall(NamedTuple):
+    """A call of `radial_sum`; its law is in the unit of the cells."""
+
+    cells: Cells
+    values: Any
+    given: Array  # in the type of the arithmetic
+    law: Any
+    within: float | None
+
+    def __call__(self, *_: Any) -> Array:
+        flat = len(self.given.shape) == 1
+        values = self.given[:, None] if flat else self.given
+        x = self.cells.x.astype(values.dtype) * self.cells.unit
+        sums: Array = _sum(self.law, reach_of(self.cells), x, self.cells.runs, values)
+        sums = sums * known(self.cells, sums)
+        return sums[:, 0] if flat else sums
 
 
-def radial_force(cells: Cells, mass: Array, law: Any, radius: float, factor: float) -> Array:
-    """A factor times the sums; the law and its radius are in the unit of the cells."""
-    x, reach = cells.x.astype(mass.dtype) * cells.unit, Reach(radius, cells.sizes)
-    force: Array = _force(law, reach, x, cells.runs, mass, factor)
-    return force
+class ForceCall(NamedTuple):
+    """A call of `radial_force`; its law and the law's reach are in the unit of the cells."""
+
+    cells: Cells
+    mass: Any
+    given: Array
+    law: Any
+    radius: float
+    reach: float
+    before: float  # factors of masses and of sums
+    after: float
+
+    def __call__(self, *_: Any) -> Array:
+        mass = times(self.given, self.before)
+        x, reach = self.cells.x.astype(mass.dtype) * self.cells.unit, Reach(self.reach, self.cells.sizes)
+        force: Array = _force(self.law, reach, x, self.cells.runs, mass, self.after)
+        return force * known(self.cells, force)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

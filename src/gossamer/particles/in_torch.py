@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import ALIGNMENT
+from gossamer.memo import Memo
 from gossamer.particles import fused_torch, listed_torch, terms
 from gossamer.particles.attend_torch import attend as attend
 from gossamer.particles.cells import Cells, Runs
@@ -29,8 +33,12 @@ from gossamer.particles.geometry import (
 )
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.kernels.neighbors.configurations import ROWS
+from gossamer.particles.kernels.radial.functions import digest
+from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_torch import once
+from gossamer.torch.key import Key, plain, recorded
+from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.scale import with_number as with_number
 from gossamer.torch.transforms import refuse_transforms
 
@@ -38,9 +46,44 @@ NAME = "gossamer.particles"
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
 
+_constants: Memo[Tensor] = Memo()
+
 
 def is_real(x: Tensor) -> bool:
     return x.is_floating_point()
+
+
+_SIMPLE = frozenset({type(None), bool, int, float, str, Gaussian, ShortRangeGravity, RadialKernel})
+
+
+def key_of(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *facts: Any) -> Key | None:
+    """What tells calls apart that are plain and eager; None for others, and for options that are not of Python.
+
+    Args:
+        tensors: tensors, numbers, or None.
+        options: numbers, words, laws, and tuples of them.
+        facts: more, hashable.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    of = [x for x in tensors if isinstance(x, Tensor)]
+    if not plain(*of):
+        return None
+    key: list[Any] = [name, torch.is_grad_enabled(), *facts]
+    for x in tensors:
+        if isinstance(x, Tensor):
+            if x.layout is not torch.strided:
+                return None
+            key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() % ALIGNMENT == 0)
+        else:
+            options = (*options, x)
+    for x in options:
+        kinds = tuple(map(type, x)) if type(x) is tuple else (type(x),)
+        if not _SIMPLE.issuperset(kinds):
+            return None
+        # A function that a user wrote may read numbers that have changed.
+        key += (x, kinds, digest(x.function)) if kinds == (RadialKernel,) else (x, kinds)
+    return tuple(key)
 
 
 def is_learned(scale: Any) -> bool:
@@ -59,6 +102,14 @@ def channels(name: str, values: Any, cells: Cells) -> Tensor:
     return values if values.ndim else values.expand(cells.num_particles)
 
 
+def sorting(x: Tensor, box: Sizes, unit: float) -> Callable[[Tensor], Runs]:
+    """What gives the runs of such positions in a box, both multiplied by `unit`: kernels, or their definition."""
+    refuse_transforms(NAME, x)
+    if fused_torch.sorts(x):
+        return fused_torch.sorting(x, box, unit)
+    return partial(runs_of, box=box, unit=unit)
+
+
 @torch.no_grad()
 def runs_of(x: Tensor, box: Sizes, unit: float) -> Runs:
     """The runs of positions in a box, both multiplied by `unit`."""
@@ -68,93 +119,156 @@ def runs_of(x: Tensor, box: Sizes, unit: float) -> Runs:
     T = -(-N // WHOLE) * (WHOLE // RUN)
     if not N:
         none = x.new_zeros(d, 0)
-        return Runs(x.new_zeros(0, dtype=torch.int32), x.new_zeros(d, 0, RUN), none, none, ())
+        return Runs(x.new_zeros(0, dtype=torch.int32), x.new_zeros(d, 0, RUN), none, none, (), x.new_ones(1))
     parts = wrapped(list(x.T), box, torch)
     place = [one.int() for one in on_the_grid(parts, box, BITS[d], torch)]
     order = torch.argsort(hilbert_keys(place, BITS[d], torch), stable=True)
     at = torch.arange(T * RUN, device=x.device).clamp(max=N - 1)
     points = torch.stack(parts)[:, order[at]].reshape(d, T, RUN)
-    return Runs(order.int(), points, points.amin(-1), points.amax(-1), tree_of(points, torch))
+    known = torch.where(torch.isfinite(points).all(), 1.0, float("nan")).to(x.dtype)[None]
+    return Runs(order.int(), points, points.amin(-1), points.amax(-1), tree_of(points, torch), known)
 
 
 def finite(cells: Cells) -> Tensor:
     """Whether all positions are finite: a truth value on the device."""
-    return torch.isfinite(cells.runs.points).all()
+    return cells.runs.known[0] == 1
 
 
-def known(cells: Cells, like: Tensor) -> Tensor:
-    """1, or NaN if any position is not finite: then no neighbour is known."""
-    return torch.where(finite(cells), 1.0, float("nan")).to(like.dtype)
+def constant(number: float, points: Tensor) -> Tensor:
+    """A number in the type of the arithmetic (1,), which a GPU does not wait for when it comes again."""
+    dtype, device = points.dtype, points.device
+
+    def make() -> Tensor:
+        rounded = float(torch.as_tensor(number, device="cpu").to(dtype))
+        return outlasting(device, lambda: torch.full((1,), rounded, dtype=dtype, device=device))
+
+    return _constants.get_or_make((number, type(number), math.copysign(1, number), dtype, device), make)
 
 
-def _known(cells: Cells, gradient: Tensor, factor: float) -> Tensor:
-    """A gradient times a factor; NaN if any position is not finite, also where no pair was found."""
-    return torch.where(finite(cells), times(gradient, factor), float("nan"))
+class _Kept:
+    """A call that was checked: it keeps no tensor but that of a number which all particles have."""
+
+    name = ""
+
+    def __init__(self, cells: Cells, given: Any, law: Any, reach: float) -> None:
+        self.law, self.reach, self.unit = law, reach, cells.unit
+        self.kernels = fused_torch.sums_of(law, reach, cells.sizes) if fused_torch.serves(cells) else None
+        self.number = constant(given, cells.runs.points) if type(given) in (int, float) and not recorded() else None
+
+    def columns(self, cells: Cells, given: Any) -> Tensor:
+        """What particles bring, in the type of the arithmetic."""
+        if self.number is None:
+            return channels(self.name, given, cells)
+        refuse_transforms(NAME, cells.x)
+        if self.number.is_cuda and torch.cuda.is_current_stream_capturing():
+            hold_for_graphs(self.number)
+        return self.number.expand(cells.num_particles)
 
 
-def radial_sum(cells: Cells, values: Tensor, law: Any) -> Tensor:
-    sums: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, law, cells)
-    return sums
+class SumCall(_Kept):
+    """A call of `radial_sum`; its law is in the unit of the cells."""
+
+    name = "values"
+
+    def __init__(self, cells: Cells, values: Any, given: Tensor, law: Any, within: float | None) -> None:
+        super().__init__(cells, values, law, cells.reach)
+        self.within, self.flat = within, given.ndim == 1
+
+    def __call__(self, cells: Cells, values: Any) -> Tensor:
+        if self.within is not None:
+            cells = cells.within(self.within)
+        values = self.columns(cells, values)
+        sums: Tensor = _RadialSum.apply(cells.x.to(values.dtype), values, self, cells)
+        return sums
+
+    def sums(self, cells: Cells, values: Tensor) -> Tensor:
+        """(N,) or (N, C), as the values are."""
+        if self.kernels is not None:
+            return self.kernels.weighted(cells.runs, values)
+        of = values[:, None] if self.flat else values
+        sums = pair_sums(terms.weighted(self.law), cells, self.reach, of[:, :0], of)
+        return (sums[:, 0] if self.flat else sums) * cells.runs.known
+
+    def slopes(self, cells: Cells, g: Tensor, values: Tensor, both: bool) -> tuple[Tensor, Tensor | None]:
+        """The gradients of positions, and with `both` of values."""
+        runs = cells.runs
+        if self.kernels is not None:
+            dx, dv = self.kernels.weighted_slopes(runs, g, values, both)
+        else:
+            mine, theirs = (x[:, None] if self.flat else x for x in (g, values))
+            rows, columns = torch.cat([mine, theirs], 1), torch.cat([theirs, mine], 1)
+            found = pair_sums(terms.weighted_slopes(self.law), cells, self.reach, rows, columns) * runs.known
+            dx, dv = found.tensor_split([len(runs.points)], 1)
+        return times(dx, self.unit), dv.reshape(values.shape) if both else None
 
 
-def radial_force(cells: Cells, mass: Tensor, law: Any, radius: float, factor: float) -> Tensor:
-    """A factor times the sums; the law and its radius are in the unit of the cells."""
-    force: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, law, radius, factor, cells)
-    return force
+class ForceCall(_Kept):
+    """A call of `radial_force`; its law and the law's reach are in the unit of the cells."""
+
+    name = "mass"
+
+    def __init__(
+        self, cells: Cells, mass: Any, given: Tensor, law: Any, radius: float, reach: float, before: float,
+        after: float,
+    ) -> None:  # fmt: skip
+        super().__init__(cells, mass, law, reach)
+        self.radius, self.before, self.after = radius, before, after  # the factors are of masses and of sums
+
+    def __call__(self, cells: Cells, mass: Any) -> Tensor:
+        cells = cells.within(self.radius)
+        mass = self.columns(cells, mass)
+        force: Tensor = _RadialForce.apply(cells.x.to(mass.dtype), mass, self, cells)
+        return force
+
+    def forces(self, cells: Cells, mass: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.force(cells.runs, mass, self.before, self.after)
+        mass = times(mass, self.before)[:, None]
+        force = pair_sums(terms.force(self.law), cells, self.reach, mass[:, :0], mass)
+        return times(force, self.after) * cells.runs.known
+
+    def slopes(self, cells: Cells, g: Tensor, mass: Tensor, both: bool) -> tuple[Tensor, Tensor | None]:
+        """The gradients of positions, and with `both` of masses."""
+        runs, mass = cells.runs, times(mass, self.before)
+        if self.kernels is not None:
+            dx, dm = self.kernels.force_slopes(runs, g, mass, both)
+        else:
+            of = torch.cat([g, mass[:, None]], 1)
+            found = pair_sums(terms.force_slopes(self.law), cells, self.reach, of, of) * runs.known
+            dx, dm = found[:, :-1], found[:, -1]
+        return times(dx, self.after * self.unit), times(times(dm, self.after), self.before) if both else None
 
 
 class _RadialSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, law: Any, cells: Cells) -> Tensor:
+    def forward(ctx: Any, x: Tensor, values: Tensor, call: SumCall, cells: Cells) -> Tensor:
         ctx.save_for_backward(x, values)
-        ctx.law, ctx.cells = law, cells
-        return _weighted(cells, law, values)
+        ctx.call, ctx.cells = call, cells
+        return call.sums(cells, values)
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Any:
         _, values = ctx.saved_tensors
         to_x, to_values, *_ = ctx.needs_input_grad
-        law, cells = ctx.law, ctx.cells
-        if not to_x:
-            return None, _known(cells, _weighted(cells, law, g), 1.0) if to_values else None, None, None
-        if fused_torch.serves(cells):
-            gradients = fused_torch.weighted_slopes(cells, law, g, values, to_values)
-        else:
-            rows, columns = torch.cat([g, values], 1), torch.cat([values, g], 1)
-            gradients = pair_sums(terms.weighted_slopes(law), cells, cells.reach, rows, columns)
-        dx, dv = gradients.tensor_split([len(cells.runs.points)], 1)
-        return _known(cells, dx, cells.unit), _known(cells, dv, 1.0) if to_values else None, None, None
+        if to_x:
+            return *ctx.call.slopes(ctx.cells, g, values, to_values), None, None
+        return None, ctx.call.sums(ctx.cells, g) if to_values else None, None, None
 
 
 class _RadialForce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mass: Tensor, law: Any, radius: float, factor: float, cells: Cells) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mass: Tensor, call: ForceCall, cells: Cells) -> Tensor:
         ctx.save_for_backward(x, mass)
-        ctx.law, ctx.radius, ctx.factor, ctx.cells = law, radius, factor, cells
-        if fused_torch.serves(cells):
-            return times(fused_torch.force(cells, law, radius, mass), factor)
-        return times(pair_sums(terms.force(law), cells, radius, x[:, :0], mass[:, None]), factor)
+        ctx.call, ctx.cells = call, cells
+        return call.forces(cells, mass)
 
     @staticmethod
     @once
     def backward(ctx: Any, g: Tensor) -> Any:
         _, mass = ctx.saved_tensors
         _, to_mass, *_ = ctx.needs_input_grad
-        if fused_torch.serves(ctx.cells):
-            gradients = fused_torch.force_slopes(ctx.cells, ctx.law, ctx.radius, g, mass, to_mass)
-        else:
-            both = torch.cat([g, mass[:, None]], 1)
-            gradients = pair_sums(terms.force_slopes(ctx.law), ctx.cells, ctx.radius, both, both)
-        dx, dm = gradients.tensor_split([len(ctx.cells.runs.points)], 1)
-        to = _known(ctx.cells, dm[:, 0], ctx.factor) if to_mass else None
-        return _known(ctx.cells, dx, ctx.factor * ctx.cells.unit), to, None, None, None, None
-
-
-def _weighted(cells: Cells, law: Any, values: Tensor) -> Tensor:
-    if fused_torch.serves(cells):
-        return fused_torch.weighted(cells, law, values)
-    return pair_sums(terms.weighted(law), cells, cells.reach, values[:, :0], values)
+        return *ctx.call.slopes(ctx.cells, g, mass, to_mass), None, None
 
 
 def walk(cells: Cells, radius: float) -> Iterator[Iterator[Seen]]:

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.gpu import processors
-from gossamer.kernels.launch import ALIGNMENT, Direction, dtype_of
-from gossamer.memo import Memos
+from gossamer.kernels.launch import (
+    ALIGNMENT,
+    INPUTS,
+    Builder,
+    Direction,
+    Kernel,
+    Operand,
+    Prepared,
+    dtype_of,
+    operand_of,
+)
+from gossamer.memo import Memo, Memos
 from gossamer.particles import fused_torch
 from gossamer.particles import groups as group_lists
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Cells
-from gossamer.particles.geometry import times
+from gossamer.particles.geometry import Sizes, times
 from gossamer.particles.groups import (
     SM,
     SMALLEST,
     Groups,
-    Launched,
     Most,
     call_of,
-    items_of,
     launched,
-    named,
     shapes_of,
     type_of,
 )
-from gossamer.particles.kernels.compiled import lists
-from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
-from gossamer.particles.kernels.radial.configurations import FAR
+from gossamer.particles.kernels import compiled
+from gossamer.particles.kernels.neighbors.configurations import POINT, STEP
 from gossamer.particles.neighbors import Neighbors
 from gossamer.torch.bind import bind
 
-_items: Memos[dict[str, Tensor]] = Memos()  # the items of lists, by heads
+ITEMS = ("items", "column_items", "segments")  # of `groups.items_of`
+
+_lists: Memo[Any] = Memo()  # launches, by what they follow from
+_making_items: Memo[Any] = Memo()
+_bound: Memo[Any] = Memo()
+_items: Memos[tuple[Tensor, ...]] = Memos()  # the items of lists, by heads
 
 
 def serves(cells: Cells) -> bool:
@@ -48,25 +58,29 @@ def serves(cells: Cells) -> bool:
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Tensor, Tensor, Groups]:
     """places, sizes and groups."""
-    runs, N = cells.runs, cells.num_particles
-    d, T, run = runs.points.shape
-    config, numbers = call_of(cells.reach, cells.sizes)
-    with torch.no_grad(), torch.cuda.device(runs.points.device):
-        particles = runs.points.new_zeros(T * run, 4)
-        particles[:, :d] = runs.points.reshape(d, -1).T
-        particles[N:, 0] = FAR
-        made = {
-            name: torch.empty(shape, dtype=getattr(torch, type_of(name)), device=particles.device)
-            for name, shape in shapes_of(N, capacity, room).items()
-        }  # fmt: skip
-        lists(config)(particles, *runs.tree, *made.values(), *numbers)
-        columns = made["columns"]
-        keys = torch.where(columns < 0, -1, runs.order[columns.clamp(0, N - 1)])
-        places, sizes, over = made.pop("places"), made.pop("sizes"), made["counts"] > room
-        place = torch.arange(ROWS * len(over), dtype=torch.int32, device=particles.device)
-        known = torch.isfinite(runs.points).all()
-        particles = named(runs.order, sizes > capacity, over, known, place, torch)
-    return places, sizes, Groups(**made, keys=keys, particles=particles)
+    runs = cells.runs
+    arrays = runs.points, runs.order, *runs.tree, runs.known
+    key = runs.points.shape, runs.order.shape, capacity, room, cells.radius, cells.box, runs.points.device
+    run = _lists.get(key)
+    if run is None:
+        operands = {name: operand_of(x) for name, x in zip(fused_torch.RUNS, arrays, strict=True)}
+        described = _described(operands, capacity, room, cells.reach, cells.sizes)
+        run = _lists.put(key, bind(described, runs.points.device, fused_torch.RUNS))
+    with torch.no_grad():
+        columns, bits, theirs, mine, counts, far, sizes, places, keys, particles = run(*arrays)
+    return places, sizes, Groups(columns, keys, bits, theirs, mine, counts, far, particles)
+
+
+def _described(operands: dict[str, Operand], capacity: int, room: int, reach: float, box: Sizes) -> Prepared:
+    """The launch that makes lists: the arrays of `shapes_of`, then names."""
+    b, (N,) = Builder(operands), operands["order"].shape
+    launches = fused_torch.launches()
+    config, numbers = call_of(reach, box)
+    records = launches.add_records(b, (), POINT)
+    made = [b.array(name, type_of(name), shape) for name, shape in shapes_of(N, capacity, room).items()]
+    kernel = Kernel(compiled.MODULE, "lists", (config,), "exchanged")
+    b.step(kernel, records, *fused_torch.TREE, *made, *numbers)
+    return b.done(*made, *launches.add_names(b, capacity))
 
 
 def most(cells: Cells) -> Most:
@@ -90,51 +104,65 @@ def forward(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tens
     """out (N, H, E) and lse (N, H), by particles; NaN where lists are cut."""
     if call.scale is None:  # no products: those of zeros
         q = k = v.new_zeros(*v.shape[:2], SMALLEST)
-    out, lse = _run("forward", call, neighbors, {"q": q, "k": k, "v": v})
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    out, lse = _run("forward", call, neighbors, q, v, q, k, v)
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
 
 
-def backward(call: Attending, neighbors: Neighbors, **given: Tensor) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dx of what `kernels.launch.INPUTS` names, by particles; None for what has no such term."""
+def backward(
+    call: Attending, neighbors: Neighbors, to_x: bool, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv and, if `to_x`, dx, by particles; None for what has no such term."""
     if call.scale is None:
-        v = given["v"]
-        given["q"] = given["k"] = v.new_zeros(*v.shape[:2], SMALLEST)
-    *gradients, rows, columns = _run("backward", call, neighbors, given)
-    dq, dk, dv = (x[0].transpose(0, 1) for x in gradients)
+        q = k = v.new_zeros(*v.shape[:2], SMALLEST)
+    *gradients, rows, columns = _run("backward", call, neighbors, q, v, dout, dlse, q, k, v, out, lse)
+    dq, dk, dv = (x.squeeze(0).transpose(0, 1) for x in gradients)
     dx = None
-    if call.bandwidth is not None:
+    if to_x and call.bandwidth is not None:
         _, d = neighbors.cells.x.shape
         dx = times((rows.sum(0) + columns.sum(0))[:, :d], call.pull)
     return (None, None, dv, dx) if call.scale is None else (dq, dk, dv, dx)
 
 
-def _run(direction: Direction, call: Attending, neighbors: Neighbors, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _run(
+    direction: Direction, call: Attending, neighbors: Neighbors, q: Tensor, v: Tensor, *given: Tensor
+) -> tuple[Tensor, ...]:
+    """What a launch gives; `given` as `kernels.launch.INPUTS` has it."""
     groups = neighbors.groups
     assert groups is not None
-    N, H, D = given["q"].shape
-    *_, E = given["v"].shape
-    n = H * len(groups.counts)
-    items = _items.of(neighbors).get_or_make(
-        H, lambda: items_of(groups, torch.arange(n, dtype=torch.int32, device=groups.counts.device), torch)
-    )
-    arrays = {**groups._asdict(), **items}
-    shapes = tuple((name, tuple(x.shape)) for name, x in arrays.items())
-    bound, names = _bound(direction, call, (H, N, D, E), dtype_of(given["v"]), shapes, given["v"].device)
-    seen = {name: _read(x).transpose(0, 1)[None] for name, x in given.items()}
-    results: tuple[Tensor, ...] = bound(*(({**seen, **arrays})[name] for name in names))
+    items = _items_of(neighbors, groups, q.shape[1])
+    key = direction, call, q.shape, v.shape, v.dtype, groups.columns.shape, v.device
+    run = _bound.get(key)
+    if run is None:
+        arrays = dict(zip((*ITEMS, *Groups._fields), (*items, *groups), strict=True))
+        shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+        N, H, D = q.shape
+        made = launched(direction, call, H, N, D, v.shape[2], dtype_of(v), processors(v.device), shapes)
+        run = _bound.put(key, bind(made.prepared, v.device, (*INPUTS[direction], *arrays)))
+    # As kernels see them: (1, H, N, size), and (1, H, N).
+    results: tuple[Tensor, ...] = run(*[_read(x).unsqueeze(0).transpose(1, 2) for x in given], *items, *groups)
     return results
+
+
+def _items_of(neighbors: Neighbors, groups: Groups, H: int) -> tuple[Tensor, ...]:
+    """The items of lists for so many heads: kept as long as the lists."""
+    kept = _items.of(neighbors)
+    found = kept.get(H)
+    if found is None:
+        counts = groups.counts
+        key = counts.shape, groups.room, H, counts.device
+        run = _making_items.get(key)
+        if run is None:
+            described = fused_torch.launches().items_of(operand_of(counts), groups.room, H)
+            run = _making_items.put(key, bind(described, counts.device, ("counts",)))
+        with torch.inference_mode(False), torch.no_grad():
+            found = run(counts)
+        if not (counts.is_cuda and torch.cuda.is_current_stream_capturing()):  # else they are made at each replay
+            kept.put(H, found)
+    return found
 
 
 def _read(x: Tensor) -> Tensor:
     """x if it is contiguous and at an address of whole lines, as kernels read it, else a copy."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
-
-
-@lru_cache(maxsize=256)
-def _bound(
-    direction: Direction, call: Attending, sizes: tuple[int, int, int, int], dtype: str, shapes: Any,
-    device: torch.device,
-) -> Any:  # fmt: skip
-    made: Launched = launched(direction, call, *sizes, dtype, processors(device), dict(shapes))
-    return bind(made.prepared, device, made.given), made.given

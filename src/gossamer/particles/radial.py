@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from gossamer.particles.cells import Cells
-from gossamer.particles.edges import edge_of
-from gossamer.particles.geometry import EXPONENT, times
+from gossamer.particles.edges import call_of, edge_of
+from gossamer.particles.geometry import EXPONENT
 from gossamer.particles.laws import Gaussian, RadialKernel, ShortRangeGravity
 
 SMALL = 60  # masses are multiplied by 2^-60 at least, if sums can have the rest
@@ -38,20 +39,28 @@ def radial_sum(cells: Cells, values: Any, kernel: Gaussian | RadialKernel) -> An
         (500, 4)
     """
     _check(cells)
+    edge = edge_of(cells.x)
+    key = edge.key_of("radial_sum", (cells.x, values), (cells.radius, cells.box, kernel))
+    return call_of(key, lambda: _sum_call(edge, cells, values, kernel))(cells, values)
+
+
+def _sum_call(edge: Any, cells: Cells, values: Any, kernel: Any) -> Any:
+    """What computes the sums of such arguments, which are checked."""
     if not isinstance(kernel, (Gaussian, RadialKernel)):
         raise TypeError(f"kernel must be a Gaussian or a RadialKernel; got {kernel!r}")
-    edge = edge_of(cells.x)
-    values = edge.channels("values", values, cells)
-    if len(values.shape) not in (1, 2) or values.shape[0] != cells.num_particles:
-        raise ValueError(f"values must be ({cells.num_particles},) or ({cells.num_particles}, C); got {values.shape}")
-    if len(values.shape) == 2 and not values.shape[1]:  # which positions reach as well, with gradients of 0
-        return values + radial_sum(cells, 0, kernel)[:, None][:, :0]
-    flat = len(values.shape) == 1
-    if isinstance(kernel, Gaussian):
-        cells = cells.within(kernel.radius)
-    sums = edge.radial_sum(cells, values[:, None] if flat else values, kernel.scaled(cells.unit))
-    sums = sums * edge.known(cells, sums)
-    return sums[:, 0] if flat else sums
+    given = edge.channels("values", values, cells)
+    if len(given.shape) not in (1, 2) or given.shape[0] != cells.num_particles:
+        raise ValueError(f"values must be ({cells.num_particles},) or ({cells.num_particles}, C); got {given.shape}")
+    if len(given.shape) == 2 and not given.shape[1]:
+        return partial(_sums_of_nothing, edge, kernel)
+    within = kernel.radius if isinstance(kernel, Gaussian) else None
+    small = cells if within is None else cells.within(within)
+    return edge.SumCall(small, values, given, kernel.scaled(small.unit), within)
+
+
+def _sums_of_nothing(edge: Any, kernel: Any, cells: Cells, values: Any) -> Any:
+    """Sums of no channel, which positions reach as well, with gradients of 0."""
+    return edge.channels("values", values, cells) + radial_sum(cells, 0, kernel)[:, None][:, :0]
 
 
 def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel) -> Any:
@@ -79,19 +88,24 @@ def radial_force(cells: Cells, mass: Any, law: ShortRangeGravity | RadialKernel)
         (500, 3)
     """
     _check(cells)
+    edge = edge_of(cells.x)
+    key = edge.key_of("radial_force", (cells.x, mass), (cells.radius, cells.box, law))
+    return call_of(key, lambda: _force_call(edge, cells, mass, law))(cells, mass)
+
+
+def _force_call(edge: Any, cells: Cells, mass: Any, law: Any) -> Any:
+    """What computes the forces of such arguments, which are checked."""
     if not isinstance(law, (ShortRangeGravity, RadialKernel)):
         raise TypeError(f"law must be a ShortRangeGravity or a RadialKernel; got {law!r}")
     if isinstance(law, ShortRangeGravity) and law.radius > cells.radius * (1 + 1e-6):
         raise ValueError(f"the radius of the cells, {cells.radius}, must be at least that of the law, {law.radius}")
-    edge = edge_of(cells.x)
-    mass = edge.channels("mass", mass, cells)
-    if tuple(mass.shape) != (cells.num_particles,):
-        raise ValueError(f"mass must be a number or ({cells.num_particles},); got {mass.shape}")
+    given = edge.channels("mass", mass, cells)
+    if tuple(given.shape) != (cells.num_particles,):
+        raise ValueError(f"mass must be a number or ({cells.num_particles},); got {given.shape}")
     radius = cells.radius if isinstance(law, RadialKernel) else law.radius
-    cells = cells.within(radius)
-    before, after = _factors(cells.unit, law.POWER)
-    force = edge.radial_force(cells, times(mass, before), law.scaled(cells.unit), radius * cells.unit, after)
-    return force * edge.known(cells, force)
+    small = cells.within(radius)
+    factors = _factors(small.unit, law.POWER)
+    return edge.ForceCall(small, mass, given, law.scaled(small.unit), radius, radius * small.unit, *factors)
 
 
 def _factors(unit: float, power: int) -> tuple[float, float]:

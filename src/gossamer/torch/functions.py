@@ -115,6 +115,11 @@ def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> Non
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def sorted_places(keys: Tensor) -> Tensor:
+    """The places (N,) of keys in ascending order, those of equal ones in theirs."""
+    return torch.argsort(keys, stable=True)
+
+
 def _with(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     """A function of its key, which comes first, and of arrays."""
     return lambda *key: partial(function, *key) if key else function
@@ -125,5 +130,6 @@ FUNCTIONS: dict[str, Callable[..., Callable[..., Any]]] = {
     for function in (
         copy, add, zero, int32_lengths, class_lengths, repeated, scaled, sums_of_groups, empty_rows,
         sink_gradient_of_rows, rows_of_results, sink_gradient, sink_gradient_of_results, combine,
+        sorted_places,
     )
 }  # fmt: skip

@@ -16,6 +16,6 @@ def radial(config: RadialConfig) -> Entry:
     N = s()
     return Entry(
         RadialSums(config), compact(Float32, s(), config.width), compact(Float32, s(), BOX), compact(Float32, s(), BOX),
-        compact(Float32, s(), BOX), compact(Int32, N), compact(Float32, N, config.outputs),
-        *[Float32(1)] * 15,
+        compact(Float32, s(), BOX), compact(Int32, N), compact(Float32, 1), compact(Float32, N, config.outputs),
+        *[Float32(1)] * 16,
     )  # fmt: skip

@@ -57,9 +57,11 @@ class RadialArguments(NamedTuple):
     blocks: Any  # (P / 256, 8)
     groups: Any  # (G, 8): of 32 blocks each
     order: Any  # (N,)
+    known: Any  # (1,): 1, or NaN if any position is not finite: then all sums are
     out: Any  # (N, outputs)
     sizes: Any  # three numbers
     square: Any  # of the radius
+    factor: Any  # of all sums, a power of two
     numbers: Any  # of the law
 
 
@@ -72,15 +74,15 @@ class RadialSums:
     @cute.jit
     def __call__(
         self, particles: cute.Tensor, clusters: cute.Tensor, blocks: cute.Tensor, groups: cute.Tensor,
-        order: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32, square: Float32,
-        n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
-        n8: Float32, n9: Float32, n10: Float32, stream: Any,
+        order: cute.Tensor, known: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32,
+        square: Float32, factor: Float32, n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32,
+        n6: Float32, n7: Float32, n8: Float32, n9: Float32, n10: Float32, stream: Any,
     ) -> None:  # fmt: skip
         """Launch the kernel; the parameters are those of `RadialArguments`, n0 to n10 the law's numbers."""
         each = WARPS * self.config.queries
         self.kernel(
-            particles, clusters, blocks, groups, order, out, size_x, size_y, size_z, square, n0, n1, n2, n3, n4,
-            n5, n6, n7, n8, n9, n10,
+            particles, clusters, blocks, groups, order, known, out, size_x, size_y, size_z, square, factor, n0, n1, n2,
+            n3, n4, n5, n6, n7, n8, n9, n10,
         ).launch(
             grid=((cute.size(order, mode=[0]) + each - 1) // each, 1, 1), block=(LANES * WARPS, 1, 1), stream=stream,
             min_blocks_per_mp=self.config.blocks, preferred_smem_carveout=CARVEOUT,
@@ -89,12 +91,12 @@ class RadialSums:
     @cute.kernel
     def kernel(
         self, particles: cute.Tensor, clusters: cute.Tensor, blocks: cute.Tensor, groups: cute.Tensor,
-        order: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32, square: Float32,
-        n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32, n6: Float32, n7: Float32,
-        n8: Float32, n9: Float32, n10: Float32,
+        order: cute.Tensor, known: cute.Tensor, out: cute.Tensor, size_x: Float32, size_y: Float32, size_z: Float32,
+        square: Float32, factor: Float32, n0: Float32, n1: Float32, n2: Float32, n3: Float32, n4: Float32, n5: Float32,
+        n6: Float32, n7: Float32, n8: Float32, n9: Float32, n10: Float32,
     ) -> None:  # fmt: skip
         arguments = RadialArguments(
-            particles, clusters, blocks, groups, order, out, (size_x, size_y, size_z), square,
+            particles, clusters, blocks, groups, order, known, out, (size_x, size_y, size_z), square, factor,
             (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10),
         )  # fmt: skip
         block, _, _ = cute.arch.block_idx()
@@ -290,11 +292,12 @@ class Queries(Opaque):
     def write(self):
         """Sums over lanes, in an order that is fixed: each step halves the queries that a lane holds."""
         c, a, lane = self.config, self.arguments, self.lane
+        factor = a.known[0] * a.factor
         for output in cutlass.range_constexpr(c.outputs):
             value, query = over_lanes([self.total[output * c.queries + k] for k in range(c.queries)], lane)
             row = self.first + query
             if lane < c.queries and row < cute.size(a.order, mode=[0]):
-                a.out[a.order[row], output] = self.term.scaled(value, output)
+                a.out[a.order[row], output] = self.term.scaled(value, output) * factor
 
 
 def nearest(x: Any, y: Any, size: Any) -> Any:
