@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.entmax.api import Save, Way
 from gossamer.entmax.arguments import given
-from gossamer.entmax.autograd import MEAN_LISTED, results
+from gossamer.entmax.calls import MEAN_LISTED, EntmaxCall
 from gossamer.entmax.options import Options
 from gossamer.entmax.ways import by_kernels, kernel_call, reasons
 from gossamer.kernels.launch import dtype_of
@@ -103,7 +103,8 @@ def explain_entmax(
         raise ValueError(f"q must hold numbers, of which the supports are; got {describe(call.q)}")
     taken = by_kernels(call.q, call.k, call.v, call.number, call.options)
     with torch.no_grad():
-        row_results = results(call.q, call.k, call.v, call.alpha, call.number, call.options, listed=False).results
+        run = EntmaxCall(call, None, False, True)
+        row_results = run.forward(call.q, call.k, call.v, call.alpha, *call.options.tensors).results
     support = row_results.support.long()
     (B, H, Q, D), (_, G, K, _), E = call.q.shape, call.k.shape, call.v.shape[3]
     rows, pairs = B * H * Q, int(support.sum())
