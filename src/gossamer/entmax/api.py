@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.checks import boolean
 from gossamer.entmax.arguments import NAMES, Names, given
-from gossamer.entmax.calls import Asked, EntmaxAttention, EntmaxCall, Results, apply_plain, key_of, known
+from gossamer.entmax.calls import Asked, EntmaxAttention, EntmaxCall, Results, Told, apply_plain, key_of, known
 from gossamer.entmax.operators import entmax_forward, rest_of, topk_op
 from gossamer.entmax.topk import TopkCall
 from gossamer.layouts import BlockLayout
@@ -151,10 +151,11 @@ def entmax_attention(
     out = results.out if dims == 4 else unbatched(results.out, dims)
     if not return_aux:
         return out
-    lam = results.normaliser
-    a = float(alpha) - 1 if alphas is None else (alphas.detach() - 1).to(lam.dtype)[:, None]
+    assert results.told is not None
+    lam, support, certified = results.told
+    a: Any = float(alpha) - 1 if alphas is None else (alphas.detach() - 1).to(lam.dtype)[:, None]
     tau = torch.where(lam < torch.inf, a * lam - 1, lam)
-    return out, EntmaxAux(*(unbatched(x, dims) for x in (tau, results.support, results.certified)))
+    return out, EntmaxAux(*(unbatched(x, dims) for x in (tau, support, certified)))
 
 
 class Attended(NamedTuple):
@@ -190,7 +191,8 @@ def attended(
     found = given(name, q, k, v, *asked, names=names)
     x = found.q, found.k, found.v
     if compiling or found.q.is_meta:
-        return Attended(Results(*entmax_forward(*x, *rest_of(found))), found.alpha, found.dims)
+        out, *told = entmax_forward(*x, *rest_of(found))
+        return Attended(Results(out, Told(*told)), found.alpha, found.dims)
     call = EntmaxCall(found, None if key is None else (q, k, v), save == "lists", with_aux)
     if key is not None:
         known.put(key, call, call.bytes)

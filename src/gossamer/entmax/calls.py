@@ -12,14 +12,16 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import _C, Tensor
+from torch.cuda import is_current_stream_capturing
 
 from gossamer.entmax.arguments import Given, check_alphas, visible_keys
 from gossamer.entmax.backward import EntmaxGradients, list_gradients, normaliser_gradients
 from gossamer.entmax.chunks import Chunk, Operands, chunks, heads_of_a_unit
 from gossamer.entmax.forward import forward
+from gossamer.entmax.launches import Bound, Launch, bound, tensors_of
 from gossamer.entmax.lists import PairLists, RowLists
 from gossamer.entmax.options import Options
-from gossamer.entmax.ways import by_kernels, kernel_call, readable
+from gossamer.entmax.ways import by_kernels
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
@@ -31,6 +33,7 @@ from gossamer.torch.transforms import uncast
 
 # Lists are saved up to so many keys a row in the mean; larger supports are saved as normalisers.
 MEAN_LISTED = 256
+NAMES_OF_LISTS = "list_keys", "list_weights", "list_counts"
 # Chunks are kept up to so many bytes; of larger calls they are little beside the arithmetic.
 CHUNK_BYTES = 2**18
 DENSE = Dense()
@@ -39,20 +42,27 @@ known: Memo[Any] = Memo()  # calls, by their keys
 autocast_enabled = _C._is_any_autocast_enabled  # of a call that has no key, or of a backward
 
 
-class Results(NamedTuple):
-    """out (B, H, Q, E) in q's dtype; the others (B, H, Q)."""
+class Told(NamedTuple):
+    """What is told of rows (B, H, Q)."""
 
-    out: Tensor
     normaliser: Tensor
     support: Tensor
     certified: Tensor
 
 
-class ForwardResults(NamedTuple):
-    """The results of a forward, and the lists of supports that its backward reads; None where it reads normalisers."""
+class Results(NamedTuple):
+    """out (B, H, Q, E) in q's dtype, and what is told of its rows; kernels leave out what is not asked for."""
+
+    out: Tensor
+    told: Told | None
+
+
+class Forward(NamedTuple):
+    """The results of a forward, and what its backward reads: lists of supports, and normalisers of rows without one."""
 
     results: Results
     lists: PairLists | RowLists | None
+    normaliser: Tensor | None  # (B, H, Q) or (B H Q,)
 
 
 class Asked(NamedTuple):
@@ -89,7 +99,7 @@ def key_of(q: Any, k: Any, v: Any, asked: Asked, *more: Any) -> Key | None:
     told = facts(*tensors)
     if told is None:
         return None
-    aligned = alignment(q, k, v) if q.is_cuda else True
+    aligned = alignment(*[x for x in tensors if x is not None]) if q.is_cuda else True
     return handle, numbers, types, told, differentiable(q, k, v, of_alpha), aligned
 
 
@@ -157,13 +167,17 @@ class RowsCall:
             check_alphas(alpha)
         return alpha
 
+    def options_of(self, tensors: tuple[Tensor | None, ...]) -> Options:
+        """The options of a call."""
+        return self.options if all(x is None for x in tensors) else self.options.over(tensors)
+
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, tensors: tuple[Tensor | None, ...]
     ) -> Operands:
         """The tensors of a call as it is computed."""
         alpha = self.alpha if alpha is None else alpha
         assert alpha is not None
-        R, every = self._kept or self._seen(q, k, self.options.over(tensors))
+        R, every = self._kept or self._seen(q, k, self.options_of(tensors))
         (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
         a, same = alpha.detach().double() - 1, self.same
         if same is None:
@@ -192,7 +206,10 @@ class EntmaxCall(RowsCall):
         super().__init__(call, given)
         self.differentiable = differentiable(call.q, call.k, call.v, call.alpha)
         self.listed = self.differentiable and listed
-        self.with_aux = self.differentiable or with_aux
+        self.told = with_aux
+        # The backward reads normalisers of rows without a list, of which `top_k` leaves none.
+        self.with_stats = with_aux or (self.differentiable and call.options.top_k is None)
+        self._forward: Bound | None = None
 
     def __call__(
         self, apply: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, *tensors: Tensor | None
@@ -204,17 +221,16 @@ class EntmaxCall(RowsCall):
             alpha: None for that of the key.
         """
         if self.differentiable:
-            return Results(*apply(self, q, k, v, alpha, *tensors))
+            out, *told = apply(self, q, k, v, alpha, *tensors)
+            return Results(out, Told(*told) if told else None)
         return self.forward(q, k, v, alpha, *tensors).results
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, *tensors: Tensor | None
-    ) -> ForwardResults:  # fmt: skip
+    ) -> Forward:  # fmt: skip
         """The forward, and the lists of supports if they are wanted and small enough."""
         if self.empty:
             return empty_results(q, v)
-        alpha = self.alpha if alpha is None else alpha
-        assert alpha is not None
         with uncast(q.device) if autocast_enabled() else nullcontext():
             if self.kernels:
                 return self._forward_by_kernels(q, k, v, alpha, tensors)
@@ -224,7 +240,9 @@ class EntmaxCall(RowsCall):
         rows = (x.view(B, H, Q) for x in (computed.normaliser, computed.support, computed.certified))
         # No view to autograd: what a custom function gives as a view cannot be written to in place.
         out = torch.ops.aten._unsafe_view(computed.out, (B, H, Q, v.shape[3]))
-        return ForwardResults(Results(out.to(q.dtype), *rows), computed.lists)
+        # Lists of torch hold every row.
+        told, lists = Told(*rows), computed.lists
+        return Forward(Results(out.to(q.dtype), told), lists, told.normaliser if lists is None else None)
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, tensors: tuple[Tensor | None, ...],
@@ -234,11 +252,9 @@ class EntmaxCall(RowsCall):
         if self.empty:
             dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
             return EntmaxGradients(dq, dk, dv, torch.zeros_like(alpha) if wants_alpha and alpha is not None else None)
-        alpha = self.alpha if alpha is None else alpha
-        assert alpha is not None
         with uncast(q.device) if autocast_enabled() else nullcontext():
             if self.kernels:
-                assert normaliser is not None and not isinstance(saved, PairLists)
+                assert not isinstance(saved, PairLists)
                 return self._gradients_by_kernels(q, k, v, alpha, tensors, saved, normaliser, wants_alpha, dout)
             o = self.operands(q, k, v, alpha, tensors)
             dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])
@@ -249,42 +265,53 @@ class EntmaxCall(RowsCall):
                 dq, dk, dv, dalpha = normaliser_gradients(o, normaliser.reshape(-1), dout, wants_alpha)
         return EntmaxGradients(
             (dq * self.scale).view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype),
-            None if dalpha is None else dalpha.to(alpha.dtype),
+            None if dalpha is None or alpha is None else dalpha.to(alpha.dtype),
         )  # fmt: skip
 
     def _forward_by_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, tensors: tuple[Tensor | None, ...]
-    ) -> ForwardResults:
-        from gossamer.entmax.launch.forward import forward
-
-        with torch.no_grad():
-            call = kernel_call(q, k, v, alpha, self.number, self.options.over(tensors))
-            computed = forward(call, keep_lists=self.listed, with_stats=self.with_aux)
-        lam, support, certified = computed.stats
-        return ForwardResults(Results(computed.out, lam, support, certified), computed.lists if self.listed else None)
+        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, tensors: tuple[Tensor | None, ...]
+    ) -> Forward:
+        given = tensors_of(q, k, v, alpha, self.options_of(tensors))
+        run = self._forward
+        if run is None or (q.is_cuda and is_current_stream_capturing()):
+            launch = Launch("out", self.same, self.scale, self.options, self.listed, self.with_stats)
+            run = self._forward = bound(launch, given)
+        out, *more = run(*given.values())
+        lists = RowLists(*more[-3:]) if self.listed else None
+        lam = more[0] if self.with_stats else None
+        if not self.told:
+            return Forward(Results(out, None), lists, lam)
+        rows = more[0], more[1], more[2].view(torch.bool)
+        return Forward(Results(out, Told(*(torch.ops.aten._unsafe_view(x, q.shape[:3]) for x in rows))), lists, lam)
 
     def _gradients_by_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, tensors: tuple[Tensor | None, ...],
-        lists: RowLists | None, normaliser: Tensor, wants_alpha: bool, dout: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, tensors: tuple[Tensor | None, ...],
+        lists: RowLists | None, normaliser: Tensor | None, wants_alpha: bool, dout: Tensor,
     ) -> EntmaxGradients:  # fmt: skip
         """The gradients by the kernels; where no lists are saved, these are made again."""
-        from gossamer.entmax.launch.backward import backward
-        from gossamer.entmax.launch.forward import again
+        given = tensors_of(q, k, v, alpha, self.options_of(tensors))
+        given["dout"] = dout if dout.dtype == q.dtype else dout.to(q.dtype)
+        if normaliser is not None:
+            given["lam"] = normaliser.reshape(-1)
+        if lists is not None:
+            given |= zip(NAMES_OF_LISTS, lists, strict=True)
+        wants_alpha = wants_alpha and alpha is not None
+        launch = Launch("gradients", self.same, self.scale, self.options, with_alpha=wants_alpha)
+        dq, dk, dv, *of_alpha = bound(launch, given)(*given.values())
+        dalpha = None
+        if alpha is not None and wants_alpha:
+            (of_rows,) = of_alpha
+            dalpha = of_rows.sum((0, 2), dtype=torch.float64).to(alpha.dtype)
+        return EntmaxGradients(dq, dk, dv, dalpha)
 
-        with torch.no_grad():
-            call = kernel_call(q, k, v, alpha, self.number, self.options.over(tensors))
-            computed = backward(
-                call, again(call) if lists is None else lists, normaliser, readable(dout.to(q.dtype)), wants_alpha
-            )
-        return computed._replace(dalpha=None if computed.dalpha is None else computed.dalpha.to(alpha.dtype))
 
-
-def empty_results(q: Tensor, v: Tensor) -> ForwardResults:
+def empty_results(q: Tensor, v: Tensor) -> Forward:
     """The results where there is no pair of a query and a key: rows that see nothing, and no lists."""
     (B, H, Q, _), wide = q.shape, compute_dtype(q.dtype)
     normaliser = torch.full((B, H, Q), torch.inf, dtype=wide, device=q.device)
     support = torch.zeros((B, H, Q), dtype=torch.int32, device=q.device)
-    return ForwardResults(Results(q.new_zeros((B, H, Q, v.shape[3])), normaliser, support, support == 0), None)
+    told = Told(normaliser, support, support == 0)
+    return Forward(Results(q.new_zeros((B, H, Q, v.shape[3])), told), None, normaliser)
 
 
 class EntmaxAttention(torch.autograd.Function):
@@ -294,16 +321,16 @@ class EntmaxAttention(torch.autograd.Function):
     def forward(
         ctx: Any, call: EntmaxCall, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        row_results, lists = call.forward(q, k, v, alpha, *tensors)
+        (out, told), lists, normaliser = call.forward(q, k, v, alpha, *tensors)
         saved_lists = () if lists is None else tuple(lists)
-        # Lists of torch hold every row; of kernels, a row without one is computed by its normaliser.
-        normaliser = None if isinstance(lists, PairLists) else row_results.normaliser
         # Saved with the others, what says which keys a row may see must not be written to before the backward.
         ctx.save_for_backward(q, k, v, alpha, normaliser, *tensors, *saved_lists)
         ctx.call, ctx.kind, ctx.others = call, type(lists), len(tensors)
-        ctx.mark_non_differentiable(row_results.normaliser, row_results.support, row_results.certified)
         ctx.set_materialize_grads(False)
-        return tuple(row_results)
+        if told is None or not call.told:
+            return (out,)
+        ctx.mark_non_differentiable(*told)
+        return out, *told
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *constant: None) -> tuple[Tensor | None, ...]:

@@ -73,7 +73,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tupl
     options = _options(*rest)
     call = Given(q, k, v, alpha, options, 4)
     _check(call)
-    return tuple(EntmaxCall(call, None, False, True).forward(q, k, v, alpha, *options.tensors).results)
+    out, told = EntmaxCall(call, None, False, True).forward(q, k, v, alpha, *options.tensors).results
+    assert told is not None
+    return out, *told
 
 
 def _backward(

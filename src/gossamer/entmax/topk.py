@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gossamer.entmax.calls import RowsCall, autocast_enabled
 from gossamer.entmax.chunks import scores
+from gossamer.entmax.launches import Launch, bound, tensors_of
 from gossamer.entmax.selection import largest
-from gossamer.entmax.ways import kernel_call
 from gossamer.torch.transforms import uncast
 
 
@@ -36,7 +36,9 @@ class TopkCall(RowsCall):
             return keys.view(B, H, Q, n)
 
     def _by_kernels(self, q: Tensor, k: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        from gossamer.entmax.launch import forward as launch
-
-        call = kernel_call(q, k, k, torch.ones(q.shape[1], device=q.device), 1.0, self.options.over(tensors))
-        return launch.top_keys(call)
+        """The keys of each row, by the kernels."""
+        given = tensors_of(q, k, k, None, self.options_of(tensors))
+        listed, counts = bound(Launch("keys", 0.0, self.scale, self.options, True), given)(*given.values())
+        K, place = k.shape[2], torch.arange(listed.shape[1], device=q.device)
+        keys = torch.where(place < counts[:, None], listed, K).sort(1).values
+        return torch.where(keys == K, -1, keys).view(*q.shape[:3], -1)
