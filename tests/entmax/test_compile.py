@@ -72,65 +72,56 @@ def test_the_kernels_of_tiles_compile(kind: str, given: tuple[Any, ...]) -> None
     assert max(stack) <= SPILLS.get((kind, config.D, config.E), 0), stack
 
 
-# Every launch of some kernels, or of all, is compiled in place of being run, on tensors of a CPU.
-INSTEAD = """
+# Of the launches of calls on a CPU every Triton kernel, or some, is compiled for a GPU.
+COMPILE = """
 import sys
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-from gossamer.entmax.launch.calls import KernelCall
-from gossamer.entmax.launch.backward import backward
-from gossamer.entmax.launch.forward import forward
+import torch
+from gossamer.entmax.launch import backward, forward
+from gossamer.entmax.launch.calls import Facts, KernelCall
+from gossamer.entmax.launch.kernels import KERNELS
+from gossamer.kernels.launch import Builder, Operand, compact
+from gossamer.kernels.relaunch import Programs, compiled_for
 from gossamer.kernels.triton.config import SHARED_MEMORY
-sm, only = int(sys.argv[1]), sys.argv[2:]
-types = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-         torch.bool: "i1"}
+sm, only = int(sys.argv[1]), sys.argv[2:] or list(KERNELS)
 made = set()
 
-def compile_instead(self, grid):
-    name = self.fn.__name__
-    def call(*arguments, num_warps=4, num_stages=3, **named):
-        if only and name not in only:
-            return
-        values = dict(zip(self.arg_names, arguments)) | named
-        constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
-        signature = {}
-        for p in self.params:
-            x = values[p.name]
-            kind = "fp32" if isinstance(x, float) else "i32"
-            kind = "*" + types[x.dtype] if isinstance(x, torch.Tensor) else kind
-            signature[p.name] = "constexpr" if p.is_constexpr else kind
-        source = ASTSource(fn=self, signature=signature, constexprs=constants)
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-        shared = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).metadata.shared
-        assert shared <= SHARED_MEMORY[sm], (name, shared)
-        made.add(name)
-    return call
+def call(dtype, shapes, same, top_k, positions=False):
+    q, k = shapes
+    given = {"q": (dtype, q), "k": (dtype, k), "v": (dtype, k)}
+    if positions:
+        given |= {"q_positions": ("int64", q[:3]), "k_positions": ("int64", (q[0], q[1], k[2]))}
+    rows, L = q[0] * q[1] * q[2], top_k or 96
+    lists = {"list_keys": ("int32", (rows, L)), "list_weights": ("float32", (rows, L)),
+             "list_counts": ("int32", (rows,)), "lam": ("float32", (rows,)), "dout": (dtype, q)}
+    facts = Facts(torch.device("cpu"), same, 0.1, top_k, 1, 0)
+    return [KernelCall(Builder({name: Operand(kind, shape, compact(shape)) for name, (kind, shape) in arrays.items()}),
+                       facts) for arrays in (given, given | lists)]
 
-JITFunction.__getitem__ = compile_instead
+def compile_all(prepared):
+    for step in prepared.launch.steps:
+        name = step.kernel.name
+        if name in only:
+            programs = Programs(*step.kernel.key)
+            kernel = compiled_for(KERNELS[name], programs.signature, dict(programs.options), sm)
+            assert kernel.metadata.shared <= SHARED_MEMORY[sm], (name, kernel.metadata.shared)
+            made.add(name)
 """
 SCRIPT = """
 for dtype, D, top_k, same, G, positions in (
-    (torch.bfloat16, 64, None, 0.5, 2, False), (torch.float32, 64, 8, None, 1, True),
-    (torch.float16, 128, 64, 0.0, 2, False),
+    ("bfloat16", 64, None, 0.5, 2, False), ("float32", 64, 8, None, 1, True), ("float16", 128, 64, 0.0, 2, False),
 ):
-    q, k = torch.empty(1, 2, 600, D, dtype=dtype), torch.empty(1, G, 600, D, dtype=dtype)
-    at = torch.zeros(1, 2, 600, dtype=torch.int64) if positions else None
-    call = KernelCall(q, k, k, torch.zeros(2), same, 0.1, top_k, 1, 0, None, None, at, at)
-    found = forward(call, keep_lists=True)
-    backward(call, found.lists, found.stats.lam, q, True)
-assert len(made) == 19, made
+    shapes = (1, 2, 600, D), (1, G, 600, D)
+    of_forward, of_backward = call(dtype, shapes, 0.3 if same is None else same, top_k, positions)
+    compile_all(forward.prepare(of_forward, "out", True, True))
+    compile_all(backward.prepare(of_backward, True))
+assert len(made) == len(KERNELS), set(KERNELS) - made
 """
 
 # The largest tiles of the kernel of supports: more than 32 of the k largest, and the largest head sizes.
 SELECTION = """
-for dtype, D, top_k in (
-    (torch.float32, 128, 57), (torch.float32, 256, 57), (torch.float32, 256, 8), (torch.float16, 256, 57),
-):
-    q = torch.empty(1, 1, 64, D, dtype=dtype)
-    call = KernelCall(q, q, q, torch.zeros(1), 0.5, 0.1, top_k, 1, 0, None, None, None, None)
-    forward(call, keep_lists=True, with_out=False)
+for dtype, D, top_k in (("float32", 128, 57), ("float32", 256, 57), ("float32", 256, 8), ("float16", 256, 57)):
+    of_forward, _ = call(dtype, ((1, 1, 64, D),) * 2, 0.5, top_k)
+    compile_all(forward.prepare(of_forward, "lists", True, False))
 assert len(made) == 2, made
 """
 
@@ -139,10 +130,10 @@ assert len(made) == 2, made
 @pytest.mark.parametrize("sm", [80, 90])
 def test_triton_kernels_compile(sm: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    compiled(INSTEAD + SCRIPT, sm, cache=tmp_path)
+    compiled(COMPILE + SCRIPT, sm, cache=tmp_path)
 
 
 @pytest.mark.slow
 def test_what_selects_fits_for_all_types_and_sizes(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    compiled(INSTEAD + SELECTION, 90, "select_kernel", "large_kernel", cache=tmp_path)
+    compiled(COMPILE + SELECTION, 90, "select_kernel", "large_kernel", cache=tmp_path)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from tests.support import entmax_oracle as oracle
 from tests.support.entmax_cases import LIMITS, assert_close, aux_of, call, check, results
 from tests.support.host_reads import nothing_waits
@@ -127,6 +128,7 @@ def test_a_small_buffer_changes_nothing(options: dict[str, Any], monkeypatch: py
     q, k, v = (torch.randn(1, 4, 1500, 64, generator=g).cuda() for _ in range(3))
     found = []
     for size in (128, 8):
+        forget_all()
         monkeypatch.setattr(selection, "BUFFER", size)
         out, aux, gradients = results(q, k, v, v, {"pattern": gs.Causal(), "alpha": 1.5} | options)
         found.append((aux.support, aux.certified, out, *gradients))
@@ -154,6 +156,7 @@ def test_few_places_change_nothing(options: dict[str, Any], rising: bool, monkey
             assert config is not None
             return replace(config, places=places)
 
+        forget_all()
         monkeypatch.setattr(selection, "support_config", few)
         out, aux, gradients = results(q, k, v, v, {"pattern": gs.Causal()} | options)
         found.append((aux, out, *gradients))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from tests.support.processes import INTERPRETING, in_interpreter
 
 SEEDS = 16
@@ -25,6 +26,11 @@ if INTERPRETING:
     from tests.support import entmax_oracle as oracle
     from tests.support.entmax_cases import aux_of, call, check, results
     from tests.support.modes import NothingIsRead
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_known() -> None:
+        """Sizes that tests change are no part of keys."""
+        forget_all()
 
     @pytest.mark.parametrize("seed", range(SEEDS))
     def test_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +61,7 @@ if INTERPRETING:
     @pytest.mark.parametrize("top_k", [None, 3])
     def test_what_is_no_number_stays_in_its_row(top_k: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in (128, 8):
+            forget_all()
             monkeypatch.setattr(selection, "BUFFER", size)
             g = torch.Generator().manual_seed(0)
             q, k, v = (torch.randn(1, 1, 40, 8, generator=g) for _ in range(3))
@@ -117,11 +124,13 @@ if INTERPRETING:
         g = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(1, 2, 140, 16, generator=g) for _ in range(3))
         for top_k in (None, 6):
+            forget_all()
             expected = aux_of(q, k, v, causal=True, top_k=top_k)
             with monkeypatch.context() as patch:
                 patch.setattr(calls, "ROWS_OF_A_PART", 64)
                 patch.setattr(calls, "PAIRS_OF_A_PART", 1)
                 patch.setattr(calls, "BYTES_OF_A_PART", 1)
+                forget_all()
                 found = aux_of(q, k, v, causal=True, top_k=top_k)
             assert torch.equal(found[0], expected[0])
             assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
@@ -134,6 +143,7 @@ if INTERPRETING:
         q[..., :] += 1
         given = {"q": q, "k": k, "v": v, "dout": torch.randn(1, 1, 1200, 16, generator=g)}
         for long, half in ((1024, 2048), (64, 8)):
+            forget_all()
             monkeypatch.setattr(gradient, "LONG", long)
             monkeypatch.setattr(gradient, "HALF", half)
             check(given | {"options": {"alpha": 1.5, "top_k": 8, "scale": None, "pattern": None}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from gossamer.entmax.launch import overflow_rows as overflow
-from gossamer.entmax.launch.calls import KernelCall, Stats
-from gossamer.entmax.lists import RowLists
+from gossamer.entmax.launch.calls import Facts, KernelCall, Stats
+from gossamer.kernels.launch import Builder, operand_of
+from gossamer.torch.bind import bind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,12 +55,23 @@ CASES = [
 class Given(NamedTuple):
     """A call, its rows without a list, and gradients."""
 
-    call: KernelCall
+    facts: Facts
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: tuple[Tensor, ...]  # lo and hi, where they bound the keys
     rows: Tensor  # (B, H, Q) bool
-    lists: Any
     dout: Tensor
     dk: Tensor
     dv: Tensor
+
+    @property
+    def listed(self) -> dict[str, Tensor]:
+        """What a kernel of lists writes of the rows without one."""
+        rows = self.rows.flatten(0, 1)
+        order = torch.argsort((~rows).int(), dim=1, stable=True).int()
+        zeros = torch.zeros(2, dtype=torch.int32, device="cuda")
+        return {"row_list": order, "row_counts": rows.sum(1).int(), "pair_counts": zeros, "zeros": zeros}
 
 
 def given(case: Case) -> Given:
@@ -74,13 +86,18 @@ def given(case: Case) -> Given:
     offset, at = K - Q, torch.arange(Q) + K - Q
     lo, hi = ((at + n).clamp(0, K).int().cuda() for n in (-300, 1))
     a = case.alpha - 1
-    window = (lo, hi) if case.bounds == 2 else (None, None)
-    call = KernelCall(
-        q, k, v, torch.full((H,), a, device="cuda"), a, case.D**-0.5, None, case.bounds, offset, *window, None, None
-    )
-    nothing: Any = None
-    counts = torch.where(rows, -1, 3).int().cuda()
-    return Given(call, rows.cuda(), RowLists(nothing, nothing, counts), dout, dk, dv)
+    facts = Facts(q.device, a, case.D**-0.5, None, case.bounds, offset)
+    return Given(facts, q, k, v, (lo, hi) if case.bounds == 2 else (), rows.cuda(), dout, dk, dv)
+
+
+def described(x: Given, arrays: dict[str, Tensor]) -> KernelCall:
+    """The call as its launches are described, given arrays besides q, k and v."""
+    b = Builder({name: operand_of(t) for name, t in {"q": x.q, "k": x.k, "v": x.v, **arrays}.items()})
+    b.layout(**dict(zip(("lo", "hi"), x.window, strict=False)))
+    return KernelCall(b, x.facts)
+
+
+ROWS = overflow.OverflowRows("row_list", "row_counts", "pair_counts", "zeros")
 
 
 class Exact(NamedTuple):
@@ -96,15 +113,15 @@ class Exact(NamedTuple):
 
 def exact(x: Given) -> Exact:
     """From the definition, by bisection."""
-    c = x.call
-    q, k, v, dout = c.q.double(), *(t.double().repeat_interleave(c.group, 1) for t in (c.k, c.v)), x.dout.double()
-    (_, H, Q, _), (_, G, K, _) = q.shape, c.k.shape
+    c, (_, H, Q, _), (_, G, K, _) = x.facts, x.q.shape, x.k.shape
+    q, k, v, dout = x.q.double(), *(t.double().repeat_interleave(H // G, 1) for t in (x.k, x.v)), x.dout.double()
     j, row = torch.arange(K, device="cuda"), torch.arange(Q, device="cuda")[:, None]
     seen = torch.ones(Q, K, dtype=torch.bool, device="cuda")
     if c.bounds == 1:
         seen = j <= row + c.offset
-    elif c.lo is not None and c.hi is not None:
-        seen = (j >= c.lo[:, None]) & (j < c.hi[:, None])
+    elif x.window:
+        lo, hi = x.window
+        seen = (j >= lo[:, None]) & (j < hi[:, None])
     a = float(c.same or 0.0)
     s = (c.scale * (q @ k.mT)).masked_fill(~seen, -torch.inf)
     top = s.amax(-1, keepdim=True)
@@ -124,24 +141,39 @@ def exact(x: Given) -> Exact:
     return Exact(p @ v, lam, (w > 0).sum(-1), ds @ k, dk + x.dk.double(), dv + x.dv.double())
 
 
-def forward(x: Given) -> tuple[Tensor, Stats]:
+class Told(NamedTuple):
+    """Of rows (B, H, Q)."""
+
+    lam: Tensor
+    support: Tensor
+    certified: Tensor
+
+
+def forward(x: Given) -> tuple[Tensor, Told]:
     """Out and what is told, where memory was NaN before."""
-    B, H, Q, _ = x.call.q.shape
-    out = torch.full((B, H, Q, x.call.v.shape[3]), torch.nan, dtype=x.call.q.dtype, device="cuda")
-    stats = Stats(
-        torch.full((B, H, Q), torch.nan, device="cuda"), torch.full((B, H, Q), -7, dtype=torch.int32, device="cuda"),
-        torch.zeros(B, H, Q, dtype=torch.bool, device="cuda"),
-    )  # fmt: skip
-    overflow.long_rows(x.call, out, stats, x.lists, True)
-    return out, stats
+    arrays = x.listed
+    c = described(x, arrays)
+    c.b.array("out", c.dtype, (c.B, c.H, c.Q, c.E), torch.nan)
+    for name, dtype, fill in (("lam", "float32", torch.nan), ("support", "int32", -7), ("certified", "uint8", 0)):
+        c.b.array(name, dtype, (c.rows,), fill)
+    overflow.long_rows(c, ROWS, Stats("lam", "support", "certified", True))
+    run = bind(c.b.done("out", "lam", "support", "certified"), x.q.device, ("q", "k", "v", *arrays))
+    out, lam, support, certified = run(x.q, x.k, x.v, *arrays.values())
+    return out, Told(*(t.view(c.B, c.H, c.Q) for t in (lam, support, certified.bool())))
 
 
-def backward(x: Given, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(x: Given, lam: Tensor) -> tuple[Tensor, ...]:
     """dQ, where memory was NaN before, and dK and dV, which are added to."""
-    dq, dk, dv = torch.full_like(x.call.q, torch.nan).contiguous(), x.dk.clone(), x.dv.clone()
-    unread = torch.empty(1, 1, 1, device="cuda")
-    overflow.long_rows_backward(x.call, x.lists, lam, x.dout, dq, dk, dv, unread, False)
-    return dq, dk, dv
+    arrays = {**x.listed, "dout": x.dout, "lam": lam.reshape(-1), "dk_before": x.dk, "dv_before": x.dv}
+    c = described(x, arrays)
+    c.b.array("dq", c.dtype, (c.B, c.H, c.Q, c.D), torch.nan)
+    c.b.array("alpha_terms", "float32", (1, 1, 1))
+    for name, size in (("dk", c.D), ("dv", c.E)):
+        c.b.array(name, c.dtype, (c.B, c.G, c.K, size))
+        c.b.copy(f"{name}_before", name)
+    overflow.long_rows_backward(c, ROWS, "dout", False)
+    run = bind(c.b.done("dq", "dk", "dv"), x.q.device, ("q", "k", "v", *arrays))
+    return run(x.q, x.k, x.v, *arrays.values())
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -154,7 +186,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 def test_any_rows(case: Case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overflow, "FEW", few)
     x = given(case)
-    assert overflow.by_hopper(x.call, x.dout) is not None
+    assert overflow.by_hopper(described(x, {"dout": x.dout}), "dout") is not None
     expected, rows = exact(x), x.rows
     out, stats = forward(x)
     of_out, of_gradients = LIMITS[case.dtype]
@@ -183,8 +215,8 @@ def test_any_rows(case: Case, few: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_score_that_is_no_number_is_in_its_rows_alone(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overflow, "FEW", few)
     x = given(Case((1, 2, 2), 600, 600, 64, 64, torch.bfloat16, 1.5, 0.3, 1, 1.0))
-    x.call.k[0, :, 300, 3] = torch.nan
-    x.call.q[0, 1, 20] = torch.inf
+    x.k[0, :, 300, 3] = torch.nan
+    x.q[0, 1, 20] = torch.inf
     out, stats = forward(x)
     expected = torch.zeros(1, 2, 600, dtype=torch.bool, device="cuda")
     expected[..., 300:] = True

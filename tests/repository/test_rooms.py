@@ -60,7 +60,7 @@ CONTRACTS = {
     "jax*": may("memo checks patterns layouts* plan cute kernels kernels.hopper* jax*", named="particles kernels*"),
     "torch*": may("memo checks patterns layouts* plan kernels kernels.structure kernels.triton torch*"),
     # Operations: none sees another.
-    "entmax": may("checks patterns layouts plan kernels torch* entmax*"),
+    "entmax": may("memo checks patterns layouts plan kernels torch* entmax*"),
     "entmax.launch": may("kernels kernels.hopper kernels.triton* entmax*"),
     "entmax.triton": may("kernels.triton.gather"),
     "entmax.hopper*": may("cute kernels.hopper.device.gather entmax.hopper*"),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from gossamer.checks import boolean
-from gossamer.entmax.arguments import Given, given
-from gossamer.entmax.autograd import EntmaxAttention, Results
+from gossamer.entmax.arguments import NAMES, Names, given
+from gossamer.entmax.calls import Asked, EntmaxAttention, EntmaxCall, Results, Told, apply_plain, key_of, known
 from gossamer.entmax.operators import entmax_forward, rest_of, topk_op
-from gossamer.entmax.topk import keys_of_rows
+from gossamer.entmax.topk import TopkCall
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
+from gossamer.patterns.handles import pattern_of
 from gossamer.torch.arguments import describe
+from gossamer.torch.key import Key, plain
+from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure
 
 if TYPE_CHECKING:
@@ -141,32 +144,70 @@ def entmax_attention(
     """
     if save not in ("lists", "tau"):
         raise ValueError(f'save must be "lists" or "tau"; got {describe(save)}')
-    return_aux = boolean("return_aux", return_aux)
-    call = given(
-        "entmax_attention", q, k, v, pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation
-    )
-    results = attended(call, save, return_aux)
-    out = unbatched(results.out, call.dims)
+    if type(return_aux) is not bool:
+        return_aux = boolean("return_aux", return_aux)
+    asked = Asked(pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation)
+    results, alphas, dims = attended("entmax_attention", NAMES, q, k, v, asked, save, return_aux)
+    out = results.out if dims == 4 else unbatched(results.out, dims)
     if not return_aux:
         return out
-    a = (call.alpha.detach() - 1).to(results.normaliser.dtype)[:, None]
-    tau = torch.where(results.normaliser < torch.inf, a * results.normaliser - 1, results.normaliser)
-    return out, EntmaxAux(*(unbatched(x, call.dims) for x in (tau, results.support, results.certified)))
+    assert results.told is not None
+    lam, support, certified = results.told
+    a: Any = float(alpha) - 1 if alphas is None else (alphas.detach() - 1).to(lam.dtype)[:, None]
+    tau = torch.where(lam < torch.inf, a * lam - 1, lam)
+    return out, EntmaxAux(*(unbatched(x, dims) for x in (tau, support, certified)))
 
 
-def attended(call: Given, save: Save, with_aux: bool = False) -> Results:
-    """The differentiable results of a call; without `with_aux` or gradients kernels make `out` alone."""
-    x = call.q, call.k, call.v
-    if by_operator(call):
-        return Results(*entmax_forward(*x, *rest_of(call)))
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, call.alpha))
-    listed = wanted and save == "lists"
-    return Results(*EntmaxAttention.apply(*x, call.alpha, call.number, call.options, listed, wanted or with_aux))
+class Attended(NamedTuple):
+    """The results of a call, of four dimensions."""
+
+    results: Results
+    alphas: Tensor | None  # (H,); None for a number
+    dims: int  # of the q that was given
 
 
-def by_operator(call: Given) -> bool:
-    """Whether to call the registered operators: under torch.compile, and for tensors without values."""
-    return torch.compiler.is_compiling() or call.q.is_meta
+def attended(
+    name: str, names: Names, q: Tensor, k: Tensor, v: Tensor, asked: Asked, save: Save, with_aux: bool = False
+) -> Attended:
+    """The differentiable results of a call; without `with_aux` or gradients kernels make `out` alone.
+
+    Args:
+        name: of the function, for messages, and `names` of its positions.
+    """
+    key: Key | None = None
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        if type(asked.pattern) is int or isinstance(asked.scale, Tensor):
+            q, asked = eager(q, k, v, asked)
+        key = key_of(q, k, v, asked, name, save, with_aux)
+        call: EntmaxCall | None = None if key is None else known.get(key)
+        if call is not None:
+            if not call.as_given:
+                q, k, v = call.as_computed(q, k, v)
+            alphas = None if call.number is not None else call.alphas(q, asked.alpha)
+            mask = (asked.pattern,) if isinstance(asked.pattern, Tensor) else ()
+            results = call(apply_plain, q, k, v, alphas, asked.q_positions, asked.k_positions, *mask)
+            return Attended(results, alphas, call.dims)
+    found = given(name, q, k, v, *asked, names=names)
+    x = found.q, found.k, found.v
+    if compiling or found.q.is_meta:
+        out, *told = entmax_forward(*x, *rest_of(found))
+        return Attended(Results(out, Told(*told)), found.alpha, found.dims)
+    call = EntmaxCall(found, None if key is None else (q, k, v), save == "lists", with_aux)
+    if key is not None:
+        known.put(key, call, call.bytes)
+    alphas = None if found.number is not None else found.alpha
+    return Attended(call(EntmaxAttention.apply, *x, alphas, *found.options.tensors), alphas, found.dims)
+
+
+def eager(q: Any, k: Any, v: Any, asked: Asked) -> tuple[Any, Asked]:
+    """q and the arguments of a call as its key has them: a pattern in place of its handle, a number as the scale."""
+    if type(asked.pattern) is int:
+        asked = asked._replace(pattern=pattern_of(asked.pattern))
+    if isinstance(asked.scale, Tensor) and plain(q, k, v, asked.scale):
+        q, scale = with_number(q, asked.scale)
+        asked = asked._replace(scale=scale)
+    return q, asked
 
 
 def unbatched(x: Tensor, dims: int) -> Tensor:
@@ -219,12 +260,24 @@ def topk_keys(
         tensor([[ 1, -1],
                 [ 2, -1]], dtype=torch.int32)
     """
-    call = given(
-        "topk_keys", q, k, k, pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation, "k_keep"
-    )
-    if by_operator(call):
-        _, *rest = rest_of(call)
-        keys = topk_op(call.q, call.k, *rest)
-    else:
-        keys = keys_of_rows(call.q, call.k, call.options)
-    return unbatched(keys, call.dims)
+    asked = Asked(pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation)
+    key: Key | None = None
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        if type(asked.pattern) is int or isinstance(asked.scale, Tensor):
+            q, asked = eager(q, k, k, asked)
+        key = key_of(q, k, k, asked, "topk_keys")
+        call: TopkCall | None = None if key is None else known.get(key)
+        if call is not None:
+            if not call.as_given:
+                q, k, _ = call.as_computed(q, k, k)
+            keys = call(q, k, q_positions, k_positions, *((pattern,) if isinstance(pattern, Tensor) else ()))
+            return keys if call.dims == 4 else unbatched(keys, call.dims)
+    found = given("topk_keys", q, k, k, *asked, "k_keep")
+    if compiling or found.q.is_meta:
+        _, *rest = rest_of(found)
+        return unbatched(topk_op(found.q, found.k, *rest), found.dims)
+    call = TopkCall(found, None if key is None else (q, k, k))
+    if key is not None:
+        known.put(key, call, call.bytes)
+    return unbatched(call(found.q, found.k, *found.options.tensors), found.dims)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gossamer.checks import boolean, integer
-from gossamer.entmax.chunks import Operands, operands
 from gossamer.entmax.options import IMPLEMENTATIONS, Options
 from gossamer.entmax.visible import (
     LayoutSource,
@@ -20,7 +19,6 @@ from gossamer.entmax.visible import (
     VisibleKeys,
 )
 from gossamer.entmax.ways import by_kernels
-from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.layouts import Walk
 from gossamer.patterns import Causal, Dense
 from gossamer.patterns.compose import And
@@ -187,10 +185,3 @@ def visible_keys(q: Tensor, k: Tensor, options: Options) -> VisibleKeys:
             )
         )
     return VisibleKeys(sources, Q, K, q.device)
-
-
-def operands_of(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options) -> Operands:
-    """The tensors of a checked call as it is computed."""
-    scale = q.shape[3] ** -0.5 if options.scale is None else float(options.scale)
-    visible = visible_keys(q, k, options)
-    return operands(q, k, v, alpha.detach().double(), scale, options.top_k, visible, compute_dtype(q.dtype))

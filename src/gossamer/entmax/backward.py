@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.entmax.chunks import Operands, chunks, row_alphas, row_numbers
+from gossamer.entmax.chunks import Operands, row_alphas
 from gossamer.entmax.forward import bag, matrix, weights
 from gossamer.entmax.lists import PairLists
 from gossamer.entmax.thresholds import alpha_terms
@@ -91,10 +91,10 @@ def normaliser_gradients(o: Operands, normaliser: Tensor, dout: Tensor, wants_al
     dq, dk, dv = torch.zeros_like(o.q), torch.zeros_like(o.k), torch.zeros_like(o.v)
     dalpha = o.a.new_zeros(o.a.numel())  # of each batch element and head
     finite_q, finite_k = finite(o.q), finite(o.k)
-    for chunk in chunks(o):
-        number, n = row_numbers(o, chunk), chunk.last - chunk.first
+    for chunk in o.chunks:
+        number, n = chunk.rows, chunk.last - chunk.first
         w = weights(o, chunk, normaliser[number].double())
-        p = matrix(chunk, w).view(n, -1, len(chunk.seen.keys))
+        p = matrix(chunk, w).view(n, -1, len(chunk.keys))
         a = row_alphas(o, chunk).to(p.dtype).view(n, -1, 1)
         chunk_dout = dout[number].view(n, p.shape[1], -1)
         k, v = o.keys_of(finite_k, chunk), o.keys_of(o.v, chunk)
@@ -108,7 +108,7 @@ def normaliser_gradients(o: Operands, normaliser: Tensor, dout: Tensor, wants_al
         dS = dP.mul_(u)
         dq[chunk.first : chunk.last, :, chunk.start : chunk.stop] = torch.matmul(dS, k).view(q.shape)
         units = slice(chunk.first // o.group, (chunk.last - 1) // o.group + 1)
-        keys = chunk.slice or chunk.seen.keys
+        keys = chunk.run or chunk.keys
         dk[units, keys] += torch.matmul(dS.mT, q.flatten(1, 2))
         dv[units, keys] += torch.matmul(p.mT, chunk_dout)
     return EntmaxGradients(dq, dk, dv, dalpha.view(-1, o.heads).sum(0) if wants_alpha else None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.entmax.visible import Seen, VisibleKeys
+from gossamer.entmax.visible import VisibleKeys
 
 # Scores that are held together: 4 MiB in float32. Weights and their terms, in float64 for large supports, take up
 # to 150 bytes a score: a call needs at most about 150 MiB beyond its inputs, its results and what it saves.
@@ -29,12 +29,12 @@ class Operands(NamedTuple):
     heads: int  # H
     group: int  # units that share a key head
     top_k: int | None
-    visible: VisibleKeys
+    chunks: Iterable[Chunk]
 
     def keys_of(self, x: Tensor, chunk: Chunk) -> Tensor:
         """The rows of k or v (B G, K, size) that a chunk sees: (n, keys, size)."""
         units = slice(chunk.first // self.group, (chunk.last - 1) // self.group + 1)
-        return x[units, chunk.slice] if chunk.slice else x[units][:, chunk.seen.keys]
+        return x[units, chunk.run] if chunk.run else x[units][:, chunk.keys]
 
 
 class Chunk(NamedTuple):
@@ -44,75 +44,69 @@ class Chunk(NamedTuple):
     last: int
     start: int
     stop: int
-    seen: Seen
+    keys: Tensor  # (n,) int64, ascending
+    run: slice | None  # the same keys, where they are one run
+    part: slice  # of the n keys, those that some row does not see and those between
+    hidden: Tensor | None  # (rows, keys of the part) bool: which row does not see which; None: all see all
+    rows: Tensor  # (rows of all heads,) int64: their numbers over (B, H, Q)
 
     @property
-    def slice(self) -> slice | None:
-        """The keys as one run, where they are."""
-        keys: Tensor = self.seen.keys
-        first, last = int(keys[0]), int(keys[-1]) + 1
-        return slice(first, last) if last - first == len(keys) else None
+    def bytes(self) -> int:
+        """What it holds."""
+        return self.keys.nbytes + self.rows.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
-def operands(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, scale: float, top_k: int | None, visible: VisibleKeys,
-    wide: torch.dtype,
-) -> Operands:  # fmt: skip
-    """The operands of a call of q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E) and alpha (H,) float64.
-
-    Args:
-        wide: the type that the call is computed in.
-    """
-    (B, H, Q, D), (_, G, K, _) = q.shape, k.shape
-    R = H // G if visible.shared else 1
-    a = (alpha - 1).expand(B, H).reshape(B * H // R, R)
-    least, most = (float(x) for x in torch.aminmax(alpha - 1))
-    wide_k, wide_v = (x.to(wide).reshape(B * G, K, x.shape[3]).contiguous() for x in (k, v))
-    return Operands(
-        (q.to(wide) * scale).reshape(B * H // R, R, Q, D), wide_k, wide_v, a, least if least == most else None, H,
-        H // G // R, top_k, visible,
-    )  # fmt: skip
-
-
-def chunks(o: Operands) -> Iterator[Chunk]:
+def chunks(visible: VisibleKeys, B: int, H: int, G: int, Q: int) -> Iterator[Chunk]:
     """Chunks that hold each row which sees a key exactly once."""
-    U, R, Q, _ = o.q.shape
-    for start in range(0, Q, o.visible.block):
-        stop = min(Q, start + o.visible.block)
-        for unit in range(1 if o.visible.shared else U):
-            keys, mask = o.visible.seen(unit // o.heads, unit % o.heads, start, stop)
+    R = heads_of_a_unit(visible, H, G)
+    U = B * H // R
+    for start in range(0, Q, visible.block):
+        stop = min(Q, start + visible.block)
+        for unit in range(1 if visible.shared else U):
+            keys, mask = visible.seen(unit // H, unit % H, start, stop)
             if not len(keys):
                 continue
             rows = max(1, min(stop - start, SCORES_AT_ONCE // (R * len(keys))))
             many = max(1, SCORES_AT_ONCE // (R * len(keys) * rows))
             for at in range(start, stop, rows):
                 end = min(stop, at + rows)
-                seen = Seen(keys, None if mask is None else mask[at - start : end - start])
-                if not o.visible.shared:
-                    yield Chunk(unit, unit + 1, at, end, seen)
-                    continue
-                for first in range(0, U, many):
-                    yield Chunk(first, min(U, first + many), at, end, seen)
+                of_rows = None if mask is None else mask[at - start : end - start]
+                units = [(unit, unit + 1)]
+                if visible.shared:
+                    units = [(first, min(U, first + many)) for first in range(0, U, many)]
+                yield from chunks_of(units, at, end, R, Q, keys, of_rows)
+
+
+def chunks_of(
+    units: Sequence[tuple[int, int]], start: int, stop: int, R: int, Q: int, keys: Tensor, mask: Tensor | None
+) -> Iterator[Chunk]:
+    """The chunks of some rows of units [first, last) that see the same keys."""
+    begin, end = int(keys[0]), int(keys[-1]) + 1
+    run = slice(begin, end) if end - begin == len(keys) else None
+    part, hidden = slice(0, 0), None
+    if mask is not None:
+        some = (~mask.all(0)).nonzero()  # of a causal mask the last few keys
+        if len(some):
+            part = slice(int(some[0]), int(some[-1]) + 1)
+            hidden = ~mask[:, part]
+    row = torch.arange(start, stop, device=keys.device)
+    for first, last in units:
+        head = torch.arange(first * R, last * R, device=keys.device)
+        yield Chunk(first, last, start, stop, keys, run, part, hidden, (head[:, None] * Q + row).view(-1))
+
+
+def heads_of_a_unit(visible: VisibleKeys, H: int, G: int) -> int:
+    """The heads of each unit."""
+    return H // G if visible.shared else 1
 
 
 def scores(o: Operands, chunk: Chunk) -> Tensor:
     """(n, R, rows, keys), -inf where a row does not see a key."""
     q = o.q[chunk.first : chunk.last, :, chunk.start : chunk.stop]
     s = torch.matmul(q.flatten(1, 2), o.keys_of(o.k, chunk).mT).unflatten(1, q.shape[1:3])
-    mask = chunk.seen.mask
-    if mask is not None:
-        some: Tensor = (~mask.all(0)).nonzero()  # of a causal mask the last few keys
-        if len(some):
-            part = slice(int(some[0]), int(some[-1]) + 1)
-            s[..., part].masked_fill_(~mask[:, part], -torch.inf)
+    if chunk.hidden is not None:
+        s[..., chunk.part].masked_fill_(chunk.hidden, -torch.inf)
     return s
-
-
-def row_numbers(o: Operands, chunk: Chunk) -> Tensor:
-    """The rows of a chunk, in its order, counted over (B, H, Q)."""
-    R, Q = o.q.shape[1:3]
-    head = torch.arange(chunk.first * R, chunk.last * R, device=o.q.device)
-    return (head[:, None] * Q + torch.arange(chunk.start, chunk.stop, device=o.q.device)).view(-1)
 
 
 def row_alphas(o: Operands, chunk: Chunk) -> Tensor:

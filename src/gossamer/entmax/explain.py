@@ -10,9 +10,10 @@ from torch import Tensor
 
 from gossamer.entmax.api import Save, Way
 from gossamer.entmax.arguments import given
-from gossamer.entmax.autograd import MEAN_LISTED, results
+from gossamer.entmax.calls import MEAN_LISTED, EntmaxCall
+from gossamer.entmax.launches import Launch, described, tensors_of
 from gossamer.entmax.options import Options
-from gossamer.entmax.ways import by_kernels, kernel_call, reasons
+from gossamer.entmax.ways import reasons
 from gossamer.kernels.launch import dtype_of
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
@@ -101,19 +102,22 @@ def explain_entmax(
     )
     if call.q.is_meta:
         raise ValueError(f"q must hold numbers, of which the supports are; got {describe(call.q)}")
-    taken = by_kernels(call.q, call.k, call.v, call.number, call.options)
+    x, alphas = (call.q, call.k, call.v), None if call.number is not None else call.alpha
     with torch.no_grad():
-        row_results = results(call.q, call.k, call.v, call.alpha, call.number, call.options, listed=False).results
-    support = row_results.support.long()
+        run = EntmaxCall(call, None, False, True)
+        _, told = run.forward(*x, alphas, *call.options.tensors).results
+    assert told is not None
+    taken, support = run.kernels, told.support.long()
     (B, H, Q, D), (_, G, K, _), E = call.q.shape, call.k.shape, call.v.shape[3]
     rows, pairs = B * H * Q, int(support.sum())
     unlisted = 0
     forward, backward = "one pass over the scores", "none where supports are saved, else one"
-    saved = rows * row_results.normaliser.element_size()
+    saved = rows * told.normaliser.element_size()
     if taken:
         from gossamer.entmax.launch.selection import Triton, sample_stride, support_kernel
 
-        kernel_arguments = kernel_call(call.q, call.k, call.v, call.alpha, call.number, call.options)
+        launch = Launch("out", run.same, run.scale, run.options)
+        kernel_arguments = described(launch, tensors_of(*x, alphas, call.options), call.q.device)
         way = support_kernel(kernel_arguments, only_keys=False)
         if top_k is None:
             unlisted = int((support > kernel_arguments.listed).sum())
@@ -126,7 +130,7 @@ def explain_entmax(
         if save == "lists":
             saved += rows * (8 * kernel_arguments.listed + 4)
     elif save == "lists" and pairs <= MEAN_LISTED * rows:
-        saved = pairs * (4 + row_results.normaliser.element_size()) + 8 * (rows + 1)
+        saved = pairs * (4 + told.normaliser.element_size()) + 8 * (rows + 1)
     return EntmaxExplanation(
         problem=f"B={B} H={H} G={G} Q={Q} K={K} D={D} E={E} {dtype_of(call.q)} {call.q.device}",
         weights=_weights(call.number, call.options),
@@ -136,7 +140,7 @@ def explain_entmax(
         backward=backward,
         mean_support=pairs / max(rows, 1),
         largest_support=int(support.max()) if rows else 0,
-        certified=float(row_results.certified.double().mean()) if rows else 1.0,
+        certified=float(told.certified.double().mean()) if rows else 1.0,
         unlisted=unlisted,
         saved_bytes=saved,
     )

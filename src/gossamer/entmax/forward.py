@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.entmax.chunks import Chunk, Operands, chunks, row_alphas, row_numbers, scores
-from gossamer.entmax.lists import Collector, PairLists
-from gossamer.entmax.selection import Picked, largest, supports
+from gossamer.entmax.chunks import Chunk, Operands, row_alphas, scores
+from gossamer.entmax.lists import PairLists, PairsOfRows, in_order
+from gossamer.entmax.selection import largest, supports
 from gossamer.entmax.thresholds import cut, normalised
 
 # Rows of which a larger share has weight are multiplied with v as a dense matrix.
@@ -48,14 +48,11 @@ def weights(o: Operands, chunk: Chunk, start: Tensor | None = None) -> Weights:
     if start is None and picked.under is not None:
         start = picked.under.double()
     p, normaliser = normalised(picked.s.double(), a, start, o.same)
-    return Weights(p.to(s.dtype), picked.columns, normaliser, certificate(picked, normaliser, a))
-
-
-def certificate(picked: Picked, normaliser: Tensor, a: Tensor) -> Tensor:
-    """(m,) whether the largest score that was left out has no weight in the entmax over all keys."""
     if picked.after is None:
-        return torch.ones_like(normaliser, dtype=torch.bool)
-    return (picked.after == -torch.inf) | (picked.after.double() <= cut(normaliser, a))
+        certified = torch.ones_like(normaliser, dtype=torch.bool)
+    else:  # whether the largest score that was left out has no weight in the entmax over all keys
+        certified = (picked.after == -torch.inf) | (picked.after.double() <= cut(normaliser, a))
+    return Weights(p.to(s.dtype), picked.columns, normaliser, certified)
 
 
 def forward(o: Operands, most_pairs: int) -> Forward:
@@ -70,23 +67,23 @@ def forward(o: Operands, most_pairs: int) -> Forward:
     normaliser = out.new_full((rows,), torch.inf)
     support = torch.zeros(rows, dtype=torch.int32, device=out.device)
     certified = torch.ones(rows, dtype=torch.bool, device=out.device)
-    collector = Collector(rows, most_pairs)
-    for chunk in chunks(o):
-        w, number = weights(o, chunk), row_numbers(o, chunk)
+    parts: list[PairsOfRows] | None = [] if most_pairs else None
+    for chunk in o.chunks:
+        w, number = weights(o, chunk), chunk.rows
         counts = torch.count_nonzero(w.p, dim=1)  # NaN is a weight
         pairs = int(counts.sum())
-        if pairs > DENSE * len(number) * len(chunk.seen.keys):
-            chunk_out = dense_product(o, chunk, w)
-            if collector.takes(pairs):
-                collector.add(number, counts, chunk.seen.keys, *listed(w))
-        else:
+        dense = pairs > DENSE * len(number) * len(chunk.keys)
+        most_pairs -= pairs
+        if most_pairs < 0:
+            parts = None
+        if parts is not None or not dense:
             column, values = listed(w)
-            chunk_out = listed_product(o, chunk, column, values, counts)
-            if collector.takes(pairs):
-                collector.add(number, counts, chunk.seen.keys, column, values)
-        out[number], normaliser[number] = chunk_out, w.normaliser.to(out.dtype)
+        if parts is not None:
+            parts.append(PairsOfRows(number, counts, chunk.keys[column].to(torch.int32), values))
+        out[number] = dense_product(o, chunk, w) if dense else listed_product(o, chunk, column, values, counts)
+        normaliser[number] = w.normaliser.to(out.dtype)
         support[number], certified[number] = counts.to(torch.int32), w.certified
-    return Forward(out, normaliser, support, certified, collector.lists())
+    return Forward(out, normaliser, support, certified, in_order(parts, rows) if parts else None)
 
 
 def listed(w: Weights) -> tuple[Tensor, Tensor]:
@@ -98,7 +95,7 @@ def listed(w: Weights) -> tuple[Tensor, Tensor]:
 
 def dense_product(o: Operands, chunk: Chunk, w: Weights) -> Tensor:
     """p v of the rows of a chunk, (m, E)."""
-    return torch.matmul(matrix(chunk, w).view(chunk.last - chunk.first, -1, len(chunk.seen.keys)),
+    return torch.matmul(matrix(chunk, w).view(chunk.last - chunk.first, -1, len(chunk.keys)),
                         o.keys_of(o.v, chunk)).flatten(0, 1)  # fmt: skip
 
 
@@ -107,7 +104,7 @@ def matrix(chunk: Chunk, w: Weights) -> Tensor:
     if w.columns is None:
         return w.p
     # A column may be named again beside a weight of 0.
-    return w.p.new_zeros(len(w.p), len(chunk.seen.keys)).scatter_add_(1, w.columns, w.p)
+    return w.p.new_zeros(len(w.p), len(chunk.keys)).scatter_add_(1, w.columns, w.p)
 
 
 def listed_product(o: Operands, chunk: Chunk, column: Tensor, values: Tensor, counts: Tensor) -> Tensor:
@@ -116,7 +113,7 @@ def listed_product(o: Operands, chunk: Chunk, column: Tensor, values: Tensor, co
     per_unit = len(counts) // (chunk.last - chunk.first)
     unit = torch.arange(chunk.first, chunk.last, device=column.device) // o.group
     key_offsets = (unit * K).repeat_interleave(per_unit).repeat_interleave(counts)
-    return bag(o.v.view(B_G * K, E), chunk.seen.keys[column] + key_offsets, values, counts)
+    return bag(o.v.view(B_G * K, E), chunk.keys[column] + key_offsets, values, counts)
 
 
 def bag(x: Tensor, index: Tensor, values: Tensor, counts: Tensor) -> Tensor:

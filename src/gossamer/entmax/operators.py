@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gossamer.entmax.arguments import Given, check
-from gossamer.entmax.autograd import gradients, results
+from gossamer.entmax.calls import EntmaxCall
 from gossamer.entmax.options import Options
-from gossamer.entmax.topk import keys_of_rows
+from gossamer.entmax.topk import TopkCall
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.torch.arguments import Arguments
 from gossamer.torch.operators import library
@@ -47,17 +47,19 @@ def _options(layout: list[Tensor], geometry: list[int], pattern: int, *more: Any
     return Options(ResolvedPattern(pattern, tuple(layout), tuple(geometry)), *more)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: Options) -> None:
+def _check(call: Given) -> None:
+    q, k, v, _, options, *_ = call
     arguments = Arguments(
         q, k, v, None, None, None, None, None, options.scale, None, None, deterministic=False, backward=False
     )
-    check(Request(arguments, options.attended), Given(q, k, v, alpha, options, 4))
+    check(Request(arguments, options.attended), call)
 
 
 def _topk(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     options = _options(*rest)
-    _check(q, k, k, q.new_ones(q.shape[1]), options)
-    return keys_of_rows(q, k, options)
+    call = Given(q, k, k, q.new_ones(q.shape[1]), options, 4, 1.0)
+    _check(call)
+    return TopkCall(call, None)(q, k, *options.tensors)
 
 
 def _topk_fake(
@@ -69,14 +71,19 @@ def _topk_fake(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     options = _options(*rest)
-    _check(q, k, v, alpha, options)
-    return tuple(results(q, k, v, alpha, None, options, listed=False).results)
+    call = Given(q, k, v, alpha, options, 4)
+    _check(call)
+    out, told = EntmaxCall(call, None, False, True).forward(q, k, v, alpha, *options.tensors).results
+    assert told is not None
+    return out, *told
 
 
 def _backward(
     dout: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    return tuple(gradients(q, k, v, alpha, None, _options(*rest), None, normaliser, True, dout))
+    options = _options(*rest)
+    call = EntmaxCall(Given(q, k, v, alpha, options, 4), None, False, True)
+    return tuple(call.gradients(q, k, v, alpha, options.tensors, None, normaliser, True, dout))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -36,9 +36,10 @@ class Options(NamedTuple):
         """The tensors that say which keys a row may see."""
         return self.q_positions, self.k_positions, *self.attended.data
 
-    def over(self, q_positions: Tensor | None, k_positions: Tensor | None, *data: Tensor) -> Options:
+    def over(self, tensors: tuple[Tensor | None, ...]) -> Options:
         """The same options with other `tensors`."""
-        attended = self.attended._replace(data=data)
+        q_positions, k_positions, *data = tensors
+        attended = self.attended._replace(data=tuple(x for x in data if x is not None))
         return self._replace(attended=attended, q_positions=q_positions, k_positions=k_positions)
 
     def positions(self, q: Tensor, k: Tensor) -> Positions | None:

@@ -77,7 +77,8 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
     top = s.amax(1, keepdim=True)
     empty = top == -torch.inf
     t = differences(s, top)
-    highest = lengths_of(a, s.shape[1])
+    log = torch.log(torch.full_like(a, s.shape[1]))
+    highest = over(-torch.expm1(-a * log), a, log)  # the most that lam can be over the largest of so many scores
     x = torch.zeros_like(top) if start is None else torch.minimum((start[:, None] - top).clamp_(min=0), highest)
     x = x.masked_fill_(empty, 0.0)
     low, high = torch.zeros_like(top), highest
@@ -105,12 +106,6 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
 def differences(s: Tensor, top: Tensor) -> Tensor:
     """Scores (m, c) less the largest of their row (m, 1), and a number far below for those that are -inf."""
     return (s - top.masked_fill(top == -torch.inf, 0.0)).clamp_(min=torch.finfo(s.dtype).min / 4)
-
-
-def lengths_of(a: Tensor, n: int) -> Tensor:
-    """The most that lam can be over the largest of n scores: (1 - n^-a) / a, and log(n) where a is 0."""
-    log = torch.log(torch.full_like(a, n))
-    return over(-torch.expm1(-a * log), a, log)
 
 
 def over(x: Tensor, a: Tensor, limit: Tensor) -> Tensor:

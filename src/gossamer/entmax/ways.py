@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.entmax.hopper.key_bounds import Bounds
 from gossamer.entmax.options import MOST_LISTED
 from gossamer.kernels.packages import has_triton
 from gossamer.patterns import Causal, Dense, Pattern
@@ -23,7 +23,6 @@ from gossamer.patterns.handles import pattern_of
 from gossamer.plan.problem import Unsupported
 
 if TYPE_CHECKING:
-    from gossamer.entmax.launch.calls import KernelCall
     from gossamer.entmax.options import Options
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
@@ -51,9 +50,10 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, options: Options) -> list[str]:
         refusals.append(f"{options.top_k} keys of a row, the kernels keep up to {MOST_KEPT}")
     if q.shape[0] * q.shape[1] * q.shape[2] * (options.top_k or MOST_LISTED) > MOST_PAIRS:
         refusals.append(f"more than {MOST_PAIRS} pairs in the lists of all rows")
+    positions = options.q_positions is not None or options.k_positions is not None
     if options.attended.data:
         refusals.append("a mask, a layout or a structure made on the device; the kernels take patterns and positions")
-    elif interval_pattern(options, q.shape[2], k.shape[2]) is None:
+    elif interval_pattern(options, positions, q.shape[2], k.shape[2]) is None:
         refusals.append("a pattern whose rows do not each keep one run of keys, shared by all heads")
     return refusals
 
@@ -85,13 +85,16 @@ def checked(q: Tensor, number: float | None) -> bool:
 class Run(NamedTuple):
     """Each row sees one run of keys."""
 
-    kind: Literal["every", "causal", "intervals"]
+    kind: Bounds
     intervals: Intervals | None = None
 
 
-def interval_pattern(options: Options, Q: int, K: int) -> Run | None:
-    """The keys that rows may see by pattern and `causal`, where each row sees one run of them."""
-    positions = options.q_positions is not None or options.k_positions is not None
+def interval_pattern(options: Options, positions: bool, Q: int, K: int) -> Run | None:
+    """The keys that rows may see by pattern and `causal`, where each row sees one run of them.
+
+    Args:
+        positions: whether the call has positions, which say then what `causal` means.
+    """
     return _run(pattern_of(options.attended.handle), options.causal and not positions, Q, K)
 
 
@@ -109,50 +112,3 @@ def _run(pattern: Pattern, causal: bool, Q: int, K: int) -> Run | None:
     (part,) = parts
     intervals = part.lower(sizes).intervals(sizes)
     return None if intervals is None else Run("intervals", intervals)
-
-
-@lru_cache(64)
-def _on_device(pattern: Pattern, causal: bool, Q: int, K: int, device: torch.device) -> tuple[Tensor, ...]:
-    """lo and hi (Q,) int32: each row sees the keys [lo, hi)."""
-    run = _run(pattern, causal, Q, K)
-    assert run is not None and run.intervals is not None
-    return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device) for x in run.intervals)
-
-
-def kernel_call(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, number: float | None, options: Options
-) -> KernelCall:  # fmt: skip
-    """The arguments of the kernels for a call that they take.
-
-    Args:
-        alpha: (H,), of any float type. Rows of a head whose alpha is outside [1, 2] become NaN.
-        number: alpha of all heads, where it was given as a number.
-    """
-    from gossamer.entmax.launch.calls import KernelCall
-
-    (B, H, Q, D), (_, _, K, _) = q.shape, k.shape
-    run = interval_pattern(options, Q, K)
-    assert run is not None
-    lo = hi = q_positions = k_positions = None
-    positions = options.positions(q, k)
-    if run.intervals is not None:
-        causal = options.causal and positions is None
-        lo, hi = _on_device(pattern_of(options.attended.handle), causal, Q, K, q.device)
-    if positions is not None:
-        q_positions, k_positions = (
-            positions.q.to(torch.int64).expand(B, H, Q),
-            positions.k.to(torch.int64).expand(B, H, K),
-        )
-    steepness = (alpha.detach().double() - 1).float()
-    if number is None:
-        steepness = steepness.where((steepness >= 0) & (steepness <= 1), torch.nan)
-    return KernelCall(
-        readable(q), readable(k), readable(v), steepness.contiguous(), None if number is None else number - 1,
-        D**-0.5 if options.scale is None else float(options.scale), options.top_k,
-        ("every", "causal", "intervals").index(run.kind), K - Q, lo, hi, q_positions, k_positions,
-    )  # fmt: skip
-
-
-def readable(x: Tensor) -> Tensor:
-    """x where its last dimension lies together, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()

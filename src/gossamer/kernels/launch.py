@@ -229,13 +229,20 @@ class Builder:
             self._known[name] = operand_of(array)
         return list(arrays)
 
-    def view(self, name: str, of: str, shape: Shape, strides: Shape, offset: int = 0) -> str:
-        """Elements of another array, in place."""
+    def view(
+        self, name: str, of: str, shape: Shape, strides: Shape, offset: int = 0, dtype: str | None = None
+    ) -> str:  # fmt: skip
+        """Elements of another array, in place.
+
+        Args:
+            dtype: as which memory of the launch is read; None: as what it is.
+        """
         assert name not in self, name
         base = self[of]
-        aligned = base.aligned and offset * BYTES[base.dtype] % ALIGNMENT == 0
-        self._views[name] = View(of, base.dtype, tuple(shape), tuple(strides), offset)
-        self._known[name] = Operand(base.dtype, tuple(shape), tuple(strides), aligned)
+        dtype = dtype or base.dtype
+        aligned = base.aligned and offset * BYTES[dtype] % ALIGNMENT == 0
+        self._views[name] = View(of, dtype, tuple(shape), tuple(strides), offset)
+        self._known[name] = Operand(dtype, tuple(shape), tuple(strides), aligned)
         return name
 
     def descriptor(self, name: str, of: str, block: Shape) -> str:

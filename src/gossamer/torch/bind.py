@@ -159,6 +159,12 @@ class _Writer:
         view = self.launch.views.get(name)
         if isinstance(view, View):
             base = self.array(view.of)
+            array = self.launch.arrays.get(view.of)
+            if array is not None and array.dtype != view.dtype:
+                self.lines.append(
+                    f"{_plain(name)} = {base}.view({self._constant(getattr(torch, view.dtype), 'dtype')})"
+                )
+                base = _plain(name)
             shape, strides = self._constant(view.shape, "shape"), self._constant(view.strides, "strides")
             offset = f"{base}.storage_offset() + {self._constant(view.offset, 'offset')}"
             self.lines.append(f"{_plain(name)} = {base}.as_strided({shape}, {strides}, {offset})")

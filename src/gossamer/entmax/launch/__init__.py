@@ -1,1 +1,1 @@
-"""Calls of the kernels of alpha-entmax, Triton and Hopper alike."""
+"""The launches of the kernels of alpha-entmax, Triton and Hopper alike, as data."""

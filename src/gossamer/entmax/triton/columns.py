@@ -10,37 +10,11 @@ import triton
 import triton.language as tl
 
 from gossamer.entmax.triton.gather import where
+from gossamer.entmax.triton.transpose import length_of
 from gossamer.kernels.triton.gather.pieces import added, load_pieces, scaled, store_pieces, zeros
 
 LONG = 128
 HALF = 16384  # of the most parts: with more pairs these are longer
-
-
-@triton.jit
-def length_of(begins, n_keys, LONG: tl.constexpr, HALF: tl.constexpr):
-    """The pairs of a part, of which there are then at most 2 HALF."""
-    return tl.maximum(tl.load(begins + n_keys) // HALF + 1, LONG)
-
-
-@triton.jit(do_not_specialize=["n_keys"])
-def order_keys_kernel(
-    begins,  # (B G K + 1,) int32
-    order,  # (B G K,) int32, to write: keys, of each STEP those with the most pairs first
-    parts,  # (B G K,) int32, to write: parts of keys that are computed in parts
-    n_keys, LONG: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Write the order in which keys are computed; those in parts, which have no pairs left, come last."""
-    length = length_of(begins, n_keys, LONG, HALF)
-    own = tl.arange(0, STEP)
-    key = tl.program_id(0) * STEP + own
-    there = key < n_keys
-    number = tl.load(begins + key + 1, mask=there, other=0) - tl.load(begins + key, mask=there, other=0)
-    tl.store(parts + key, tl.where(number > length, (number + length - 1) // length, 0), mask=there)
-    # What is compared is the number of pairs, then the place; what does not exist stays behind all else.
-    left = tl.where(number > length, 0, number)
-    place = tl.where(there, tl.minimum(left, 32767) * STEP + STEP - 1 - own, own - STEP)
-    ordered = tl.sort(place, 0, descending=True)
-    tl.store(order + key, tl.program_id(0) * STEP + STEP - 1 - ordered % STEP, mask=there)
 
 
 @triton.jit
@@ -93,29 +67,57 @@ def sums_of(
     return where(some, b_dk, D, SD), where(some, b_dv, E, SE)
 
 
-@triton.jit(do_not_specialize=["Q", "K", "n_keys"])
+@triton.jit(do_not_specialize=["Q", "K", "n_keys", "halvings", "part_programs", "part_places"])
 def columns_kernel(
     q,  # (B, H, Q, D)
     dout,  # (B, H, Q, E)
     names,  # (pairs,) int32, by keys
-    begins,  # (B G K + 1,) int32
+    begins, numbers, part_ends, arrived, order, pair_counts,  # of `order_keys_kernel`
     gradients,  # (rows, L, 2) float32: p and dS
-    order,  # (B G K,) int32
     dk,  # (B, G, K, D) contiguous, to write
     dv,  # (B, G, K, E) contiguous, to write
-    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, scale,
+    part_dk,  # (B G, part_places, D) float32, to write
+    part_dv,  # (B G, part_places, E) float32, to write
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, halvings, part_programs,
+    part_places, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
     N: tl.constexpr, GROUP: tl.constexpr, LONG: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    """dK and dV: of RP keys, or of some of the parts of the keys of a head, by its first programs."""
+    heads = n_keys // K
+    program = tl.program_id(0) - heads * part_programs
+    if program < 0:
+        head = tl.program_id(0) // part_programs
+        length = length_of(pair_counts, head, heads, GROUP, LONG, HALF)
+        for part in range(tl.program_id(0) % part_programs, tl.load(part_ends + (head + 1) * K - 1), part_programs):
+            add_part(
+                head, part, length, q, dout, names, begins, numbers, part_ends, arrived, gradients, dk, dv, part_dk,
+                part_dv, stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, halvings,
+                part_places, scale, L, D, E, SD, SE, RP, N, GROUP,
+            )  # fmt: skip
+    else:
+        add_keys(
+            program, q, dout, names, begins, numbers, part_ends, order, gradients, dk, dv, stride_qb, stride_qh,
+            stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, scale, L, D, E, SD, SE, RP, N, GROUP,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_keys(
+    program, q, dout, names, begins, numbers, part_ends, order, gradients, dk, dv, stride_qb, stride_qh, stride_qn,
+    stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, scale, L: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """dK and dV of RP keys that are not computed in parts."""
-    place = tl.program_id(0) * RP + tl.arange(0, RP)
+    place = program * RP + tl.arange(0, RP)
     m_key = place < n_keys
     key = tl.load(order + place, mask=m_key, other=0).to(tl.int64)
     owner = key // K
     G = H // GROUP
     begin = tl.load(begins + key, mask=m_key, other=0)
-    count = tl.load(begins + key + 1, mask=m_key, other=0) - begin
-    m_key = m_key & (count <= length_of(begins, n_keys, LONG, HALF))
+    count = tl.load(numbers + key, mask=m_key, other=0)
+    parts_before = tl.load(part_ends + key - 1, mask=m_key & (key % K > 0), other=0)
+    m_key = m_key & (tl.load(part_ends + key, mask=m_key, other=0) == parts_before)
     left = tl.where(m_key, count, 0)
     b64 = tl.where(m_key, owner // G, 0)
     b_dk, b_dv = sums_of(
@@ -136,76 +138,51 @@ def folded(blocks, SIZE: tl.constexpr, S: tl.constexpr):
     return sums
 
 
-@triton.jit(do_not_specialize=["Q", "K", "n_keys", "halvings"])
-def long_parts_kernel(
-    q,  # (B, H, Q, D)
-    dout,  # (B, H, Q, E)
-    names,  # (pairs,) int32, by keys
-    begins,  # (B G K + 1,) int32
-    part_ends,  # (B G K,) int32: parts of all keys up to each
-    gradients,  # (rows, L, 2) float32: p and dS
-    part_dk,  # (parts, D) float32, to write
-    part_dv,  # (parts, E) float32, to write
-    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, n_keys, halvings,
+@triton.jit
+def add_part(
+    head, part, length, q, dout, names, begins, numbers, part_ends, arrived, gradients, dk, dv, part_dk, part_dv,
+    stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, H, Q, K, halvings, part_places, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
-    N: tl.constexpr, GROUP: tl.constexpr, LONG: tl.constexpr, HALF: tl.constexpr,
+    N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the parts of keys; each program takes every so many-th part."""
-    length = length_of(begins, n_keys, LONG, HALF)
-    G = H // GROUP
+    """The sums of a part of a key of a head; who is last of the key adds up all of them, in order."""
+    # The first key up to which there are more parts.
+    first_key = head.to(tl.int64) * K
+    low = 0
+    high = K - 1
+    for _ in range(halvings):
+        between = low + (high - low) // 2
+        over = tl.load(part_ends + first_key + between) > part
+        high = tl.where(over, between, high)
+        low = tl.where(over, low, tl.minimum(between + 1, high))
+    key = first_key + high
+    before = tl.load(part_ends + key - 1, mask=high > 0, other=0)
+    parts = tl.load(part_ends + key) - before
+    begin = tl.load(begins + key) + (part - before) * length
     o = tl.arange(0, RP)
-    for part in range(tl.program_id(0), tl.load(part_ends + n_keys - 1), tl.num_programs(0)):
-        # The first key up to which there are more parts.
-        low = 0
-        high = n_keys - 1
-        for _ in range(halvings):
-            between = low + (high - low) // 2
-            over = tl.load(part_ends + between) > part
-            high = tl.where(over, between, high)
-            low = tl.where(over, low, tl.minimum(between + 1, high))
-        before = tl.load(part_ends + high - 1, mask=high > 0, other=0)
-        owner = (high // K).to(tl.int64)
-        begin = tl.load(begins + high) + (part - before) * length
-        left = tl.minimum(tl.load(begins + high + 1) - begin, length) - o
-        b64 = tl.zeros([RP], tl.int64) + owner // G
-        b_dk, b_dv = sums_of(
-            q, dout, names, gradients, begin + o, left, b64, tl.zeros([RP], tl.int64) + owner % G, H, Q,
-            stride_qb, stride_qh, stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, SD, SE, RP, N, RP, GROUP,
-        )  # fmt: skip
-        at = tl.zeros([1], tl.int64) + part
-        store_pieces(part_dk + tl.arange(0, SD)[None, :], at * D, at >= 0, folded(b_dk, D, SD), D, SD)
-        store_pieces(part_dv + tl.arange(0, SE)[None, :], at * E, at >= 0, folded(b_dv, E, SE), E, SE)
-
-
-@triton.jit(do_not_specialize=["n_keys"])
-def long_sums_kernel(
-    part_ends,  # (B G K,) int32
-    part_dk,  # (parts, D) float32
-    part_dv,  # (parts, E) float32
-    dk,  # (B, G, K, D) contiguous, to write
-    dv,  # (B, G, K, E) contiguous, to write
-    n_keys, scale,
-    D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
-):  # fmt: skip
-    """dK and dV of those keys among RP that have parts: the sums of these, in order."""
-    if tl.load(part_ends + n_keys - 1) == 0:
-        return
-    for block in range(tl.program_id(0), (n_keys + RP - 1) // RP, tl.num_programs(0)):
-        key = tl.arange(0, RP).to(tl.int64) + block * RP
-        m_key = key < n_keys
-        end = tl.load(part_ends + key, mask=m_key, other=0)
-        begin = tl.load(part_ends + key - 1, mask=m_key & (key > 0), other=0)
-        m_key = m_key & (end > begin)
-        parts = tl.where(m_key, end - begin, 0)
-        most = tl.max(parts, 0)
-        if most > 0:
-            b_dk = zeros(RP, D, SD)
-            b_dv = zeros(RP, E, SE)
-            for i in range(most):
-                there = tl.where(i < parts, 1.0, 0.0)
-                at = tl.where(m_key, tl.minimum(begin + i, end - 1), 0).to(tl.int64)
-                b_dk = added(b_dk, there, load_pieces(part_dk + tl.arange(0, SD)[None, :], at * D, D, SD), D, SD)
-                b_dv = added(b_dv, there, load_pieces(part_dv + tl.arange(0, SE)[None, :], at * E, E, SE), E, SE)
-            b_dk = scaled(b_dk, tl.zeros([RP], tl.float32) + scale, D, SD)
-            store_pieces(dk + tl.arange(0, SD)[None, :], key * D, m_key, b_dk, D, SD)
-            store_pieces(dv + tl.arange(0, SE)[None, :], key * E, m_key, b_dv, E, SE)
+    left = tl.minimum(tl.load(numbers + key) - (part - before) * length, length) - o
+    G = H // GROUP
+    zero = tl.zeros([RP], tl.int64)
+    b_dk, b_dv = sums_of(
+        q, dout, names, gradients, begin + o, left, zero + head // G, zero + head % G, H, Q, stride_qb, stride_qh,
+        stride_qn, stride_gb, stride_gh, stride_gn, L, D, E, SD, SE, RP, N, RP, GROUP,
+    )  # fmt: skip
+    o_d = tl.arange(0, SD)[None, :]
+    o_e = tl.arange(0, SE)[None, :]
+    first_place = tl.zeros([1], tl.int64) + head * part_places
+    at = first_place + part
+    store_pieces(part_dk + o_d, at * D, at >= 0, folded(b_dk, D, SD), D, SD)
+    store_pieces(part_dv + o_e, at * E, at >= 0, folded(b_dv, E, SE), E, SE)
+    tl.debug_barrier()  # all of it is written before it counts as arrived
+    if tl.atomic_add(arrived + key, 1, sem="acq_rel") == parts - 1:
+        one = tl.zeros([1], tl.float32) + 1.0
+        s_dk = zeros(1, D, SD)
+        s_dv = zeros(1, E, SE)
+        for i in range(parts):
+            at = first_place + before + i
+            s_dk = added(s_dk, one, load_pieces(part_dk + o_d, at * D, D, SD), D, SD)
+            s_dv = added(s_dv, one, load_pieces(part_dv + o_e, at * E, E, SE), E, SE)
+        s_dk = scaled(s_dk, one * scale, D, SD)
+        to = tl.zeros([1], tl.int64) + key
+        store_pieces(dk + o_d, to * D, to >= 0, s_dk, D, SD)
+        store_pieces(dv + o_e, to * E, to >= 0, s_dv, E, SE)

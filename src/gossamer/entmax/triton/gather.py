@@ -1,5 +1,7 @@
 """Kernels over the lists of rows alone: out, and dQ with the gradient of each score.
 
+Their first programs list the rows that have no list, one a head (`tiles.list_rows`): so that takes no launch.
+
 Rows are gathered in pieces of S numbers, as in `triton/gather/row_kernels.py`; a program has RP rows.
 """
 
@@ -9,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gossamer.entmax.triton.formulas import alpha_term, slope
+from gossamer.entmax.triton.tiles import list_rows
 from gossamer.kernels.triton.gather.pieces import added, dot, load_columns, load_pieces, scaled, store_pieces, zeros
 
 
@@ -46,18 +49,37 @@ def weights_of(pointers, left, N: tl.constexpr):
     return weights
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "Q"])
+@triton.jit(do_not_specialize=["first_row", "n_rows", "Q", "n_zeros", "heads"])
 def gather_out_kernel(
     v,  # (B, G, K, E)
     out,  # (B, H, Q, E), contiguous
     list_keys,  # (rows, L) int32
     list_weights,  # (rows, L) float32
     list_counts,  # (B, H, Q) int32
+    row_list, row_counts, pair_counts, zeros, n_zeros, heads,  # of `list_rows`; `heads` of 0: nothing is listed
     stride_vb, stride_vh, stride_vn: tl.constexpr, first_row, n_rows, H, Q,
     L: tl.constexpr, E: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """out = sum p v of RP rows that have lists."""
-    own = tl.program_id(0) * RP + tl.arange(0, RP)
+    program = tl.program_id(0) - heads
+    if program < 0:
+        list_rows(list_counts, row_list, row_counts, pair_counts, zeros, n_zeros, heads, Q, STEP)
+    else:
+        gather_out(
+            program, v, out, list_keys, list_weights, list_counts, stride_vb, stride_vh, stride_vn, first_row, n_rows,
+            H, Q, L, E, SE, RP, N, GROUP,
+        )  # fmt: skip
+
+
+@triton.jit
+def gather_out(
+    program, v, out, list_keys, list_weights, list_counts, stride_vb, stride_vh, stride_vn: tl.constexpr, first_row,
+    n_rows, H, Q, L: tl.constexpr, E: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, N: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """`gather_out_kernel` of the RP rows of a program."""
+    own = program * RP + tl.arange(0, RP)
     m_row = own < n_rows
     number = first_row + own
     b64, _, g64, _ = place_of(number, H, Q, GROUP)
@@ -82,7 +104,7 @@ def gather_out_kernel(
     store_pieces(out + o_e, number.to(tl.int64) * E, m_row, where(some, acc, E, SE), E, SE, True)
 
 
-@triton.jit(do_not_specialize=["n_rows", "Q"])
+@triton.jit(do_not_specialize=["n_rows", "Q", "n_zeros", "heads"])
 def gather_dq_kernel(
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
@@ -94,16 +116,38 @@ def gather_dq_kernel(
     list_keys,  # (rows, L) int32
     list_weights,  # (rows, L) float32
     list_counts,  # (B, H, Q) int32
+    row_list, row_counts, pair_counts, zeros, n_zeros, heads,  # of `list_rows`
     stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh, stride_vn: tl.constexpr,
     stride_gb, stride_gh, stride_gn, n_rows, H, Q, scale,
     L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
     N: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr, WITH_ALPHA: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """dQ of RP rows that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u.
+    """dQ of RP rows that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u."""
+    program = tl.program_id(0) - heads
+    if program < 0:
+        list_rows(list_counts, row_list, row_counts, pair_counts, zeros, n_zeros, heads, Q, STEP)
+    else:
+        gather_dq(
+            program, k, v, dout, steepness, dq, gradients, row_alpha, list_keys, list_weights, list_counts, stride_kb,
+            stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn, n_rows, H, Q, scale,
+            L, D, E, SD, SE, RP, N, VECTOR, GROUP, A, WITH_ALPHA,
+        )  # fmt: skip
+
+
+@triton.jit
+def gather_dq(
+    program, k, v, dout, steepness, dq, gradients, row_alpha, list_keys, list_weights, list_counts, stride_kb,
+    stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh, stride_vn: tl.constexpr, stride_gb, stride_gh, stride_gn,
+    n_rows, H, Q, scale,
+    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
+    N: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr, WITH_ALPHA: tl.constexpr,
+):  # fmt: skip
+    """`gather_dq_kernel` of the RP rows of a program.
 
     One sweep: sum u dP k and sum u k are kept apart until delta is known.
     """
-    number = tl.program_id(0) * RP + tl.arange(0, RP)
+    number = program * RP + tl.arange(0, RP)
     m_row = number < n_rows
     number = tl.where(m_row, number, 0)
     b64, h64, g64, row = place_of(number, H, Q, GROUP)

@@ -13,27 +13,33 @@ NOWHERE = tl.constexpr(1e30)  # the normaliser of a row that is not there: none 
 FAST = tl.constexpr(-2.0)  # a number for all heads, known when a kernel is run, by powers of 2
 
 
-@triton.jit(do_not_specialize=["Q"])
-def list_rows_kernel(
+@triton.jit
+def list_rows(
     list_counts,  # (B, H, Q) int32: -1 of a row without a list
     row_list,  # (B H, Q) int32, to write: these rows, ascending
     row_counts,  # (B H,) int32, to write
-    drawn,  # (2,) int32, to write: 0, of the tiles that blocks of two kernels have taken
-    Q, STEP: tl.constexpr,
+    pair_counts,  # (B H,) int32, to write: the pairs in lists
+    zeros,  # (n_zeros,) int32, to write: 0, for the kernels that follow
+    n_zeros, heads, Q, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each head that have no list."""
+    """The rows of a head that have no list: one of the first `heads` programs of a kernel whose others do more."""
     head = tl.program_id(0).to(tl.int64)
-    if head == 0:
-        tl.store(drawn + tl.arange(0, 2), 0)
+    for first in range(tl.program_id(0) * STEP, n_zeros, heads * STEP):
+        at = first + tl.arange(0, STEP)
+        tl.store(zeros + at, tl.zeros([STEP], tl.int32), mask=at < n_zeros)
     listed = 0
+    pairs = 0
     for first in range(0, Q, STEP):
         row = first + tl.arange(0, STEP)
-        some = (tl.load(list_counts + head * Q + row, mask=row < Q, other=0) < 0).to(tl.int32)
+        count = tl.load(list_counts + head * Q + row, mask=row < Q, other=0)
+        some = (count < 0).to(tl.int32)
         number = tl.sum(some, 0)
         if number > 0:
             tl.store(row_list + head * Q + listed + tl.cumsum(some, 0) - 1, row, mask=some > 0)
         listed += number
+        pairs += tl.sum(tl.maximum(count, 0), 0)
     tl.store(row_counts + head, listed)
+    tl.store(pair_counts + head, pairs)
 
 
 @triton.jit
@@ -59,7 +65,7 @@ def common_range(first, last, inside, K, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["Q", "K", "offset"])
 def tile_ranges_kernel(
-    row_list, row_counts,  # of `list_rows_kernel`
+    row_list, row_counts,  # of `list_rows`
     lo, hi,  # (Q,) int32
     ranges,  # (B H, tiles, 4) int32, to write
     tiles, Q, K, offset, R: tl.constexpr, BOUNDS: tl.constexpr,
