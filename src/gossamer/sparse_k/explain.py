@@ -77,7 +77,7 @@ def explain_sparsek(
         >>> q = torch.empty(1, 8, 4096, 64)
         >>> plan = gs.explain_sparsek(q, q, q, torch.empty(1, 8, 4096), k_keep=256, window=127)
         >>> plan.implementation, plan.pairs
-        ('chunks: operations of torch, 256 queries at a time', 384)
+        ('chunks: operations of torch, up to 256 queries at a time', 384)
         >>> plan.reasons["triton"]
         ['needs a GPU, not cpu']
     """
@@ -125,4 +125,4 @@ def _thresholds(u: Tensor, causal: bool) -> str:
         return "one for all queries, from sorted breakpoints"
     if has_kernels(u):
         return "Triton kernels: a sort of each row, and a walk for each 128 steps"
-    return "operations of torch: sorted breakpoints, divided level by level"
+    return "operations of torch: sorted breakpoints, halved level by level"

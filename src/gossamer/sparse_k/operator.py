@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.checks import whole
 from gossamer.kernels.packages import has_triton
-from gossamer.sparse_k.thresholds import causal_thresholds, threshold
+from gossamer.sparse_k.thresholds import causal_thresholds, last_largest, threshold
 from gossamer.torch.arguments import describe
 from gossamer.torch.transforms import refuse_transforms
 
@@ -266,14 +266,7 @@ def _last_topk(u: Tensor, k: int) -> Tensor:
         with torch.cuda.device_of(u):
             last: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
         return last.reshape(u.shape)
-    there = rows > -torch.inf
-    order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
-    places = torch.arange(u.shape[-1], device=u.device).expand_as(order)
-    # Places are whole numbers, all different: SparseK of them is the hard top-k, and tau the place of the next key.
-    exact = torch.float32 if u.shape[-1] <= 2**24 else torch.float64
-    better = -torch.empty_like(order).scatter_(1, order, places).to(exact)
-    better = torch.where(there, better, -torch.inf)
-    return _last_live(better, causal_thresholds(better, k)).reshape(u.shape)
+    return last_largest(rows, k).int().reshape(u.shape)
 
 
 def _last_live(u: Tensor, tau: Tensor) -> Tensor:
