@@ -8,8 +8,8 @@ u - 1 of sign -1, and
 where C counts the interior keys (0 < u - tau < 1) and S is the sum of their u and of a 1 for each key over them. f
 falls piecewise linearly: the root lies just below the first breakpoint x with f(x) <= k, and is (S - k) / C there.
 
-**All prefixes.** Every step looks for its breakpoint at once, by halves of all places: whether it lies in the upper half
-follows from the sums over the keys of the prefix that do. Breakpoints lie in the order in which their keys come, so that
+**All prefixes.** Every step looks for its breakpoint at once, by halves of all places: whether it is in the upper half
+follows from the sums over the keys of the prefix that are. Breakpoints are in the order in which keys come, so that
 those of a prefix are its first ones, and a half of each node has prefixes again once all of the lower halves have been
 moved before all of the upper ones (a wavelet matrix: Claude, Navarro, Ordonez, Inf. Syst. 47, 2015). log2(2 N) levels
 give every step. So do log2(N) levels the step at which a key has k better ones: the k-th smallest of their steps.
