@@ -105,7 +105,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
 
 def queries_of(o: Options) -> int:
     """The queries of a chunk: about as many as keys are attended."""
-    return min(QUERIES, max(FEW, 1 << (o.window + o.live).bit_length() - 1))
+    return min(QUERIES, 1 << max(FEW, o.window + o.live).bit_length() - 1)
 
 
 def memory(x: Operands, o: Options) -> Memory:

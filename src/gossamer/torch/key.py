@@ -16,7 +16,7 @@ from gossamer.kernels.launch import ALIGNMENT, Vectors
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.patterns import Pattern
 
-_SIMPLE = frozenset({type(None), bool, int, float, str})
+SIMPLE = frozenset({type(None), bool, int, float, str})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 # Looked up once: these are asked for in every call.
 _wrapped, _interpreter = _C._functorch.is_functorch_wrapped_tensor, _C._functorch.peek_interpreter_stack
@@ -84,7 +84,7 @@ def key_of(
     else:
         options = scale, q_offset, softcap, implementation
         types = tuple(map(type, options))
-        if not _SIMPLE.issuperset(types):
+        if not SIMPLE.issuperset(types):
             return None
         more = options + types
         if vectors:
@@ -101,6 +101,19 @@ def key_of(
         pattern.handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, differentiable(q, k, v, sinks), alignment(q, k, v), deterministic, bshd, *more,
     )  # fmt: skip
+
+
+def facts(*tensors: Tensor | None) -> Key | None:
+    """What tells tensors apart: shapes, strides, types, devices; None where one of them is not strided."""
+    found: list[Any] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        elif x.layout is not torch.strided:
+            return None
+        else:
+            found += (x.shape, x.stride(), x.dtype, x.device)
+    return tuple(found)
 
 
 def alignment(*tensors: Tensor) -> Any:
