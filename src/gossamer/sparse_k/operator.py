@@ -156,7 +156,8 @@ def row_of(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _sparsek_backward(ctx: Any, dm: Tensor | None, dtau: Tensor | None) -> tuple[Tensor, None]:
-    return row_gradient(*ctx.saved_tensors, dm, dtau), None
+    u, m, tau = ctx.saved_tensors
+    return row_gradient(u, m, tau, dm, dtau), None
 
 
 def row_gradient(u: Tensor, m: Tensor, tau: Tensor, dm: Tensor | None, dtau: Tensor | None) -> Tensor:
