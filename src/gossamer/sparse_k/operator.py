@@ -216,11 +216,8 @@ def has_kernels(u: Tensor) -> bool:
 
 
 def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
-    """tau with NaN from the step of the first score of NaN on."""
-    N = rows.shape[-1]
-    step = torch.arange(N, device=rows.device)
-    first = torch.where(rows.isnan(), step, N).amin(-1, keepdim=True)
-    return torch.where(step < first, tau, torch.nan)
+    """tau with NaN from the step of the first score of NaN on, in place."""
+    return tau.masked_fill_(rows.isnan().cummax(-1).values, torch.nan)
 
 
 def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:

@@ -41,10 +41,11 @@ def available(u: Tensor) -> bool:
 def prefixes(u: Tensor, k: int) -> Prefixes:
     """Sort rows of scores (rows, N), and find where walks start."""
     rows, N = u.shape
-    # NaN is not there.
-    u = torch.where(u > -torch.inf, u, -torch.inf)
+    u = u.nan_to_num(-torch.inf, torch.inf, -torch.inf)  # NaN is not there
     sorted_scores, sorted_from = u.flip(-1).sort(stable=True)
-    sorted_keys = (N - 1 - sorted_from).int()
+    sorted_keys = torch.sub(
+        torch.tensor(N - 1, device="cpu"), sorted_from, out=u.new_empty(rows, N, dtype=torch.int32)
+    )  # fmt: skip
     lengths = [LEAST]
     while lengths[-1] < N:
         lengths.append(2 * lengths[-1])
