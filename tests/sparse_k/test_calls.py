@@ -18,6 +18,7 @@ import gossamer as gs
 from gossamer.memo import forget_all
 from gossamer.plan.problem import Unsupported
 from gossamer.sparse_k import calls
+from tests.support.processes import INTERPRETING
 from tests.support.sparsek import attention_by_definition, inputs
 from tests.torch.test_host_cost import entered
 
@@ -243,3 +244,72 @@ def test_thresholds_are_the_operators() -> None:
     assert not gs.sparsek_causal(leaf, 4).last.requires_grad and not gs.last_topk(leaf, 4).requires_grad
     (of_tau,) = torch.autograd.grad(gs.sparsek(leaf, 4).tau.sum(), leaf)
     assert torch.allclose(of_tau.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="interprets")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # of a new Triton, when it compiles first
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_repeated_call_launches(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    """Kernels are stood in for: what each call launches, with what it was recorded for, which compiles."""
+    pytest.importorskip("triton")
+    from gossamer.kernels import relaunch, tapes
+    from gossamer.sparse_k import operator
+    from gossamer.sparse_k.launch import triton as triton_calls
+    from gossamer.sparse_k.launch.implementations import Implementation
+    from gossamer.sparse_k.thresholds_triton import launch as prefixes
+
+    recorded, ran = [], []
+
+    def launcher(function: Any, programs: relaunch.Programs) -> Any:
+        recorded.append(function.fn.__name__)
+        if compiles:
+            relaunch.compiled_for(function, programs.signature, dict(programs.options), 90)
+        return lambda *arguments: ran.append((function.fn.__name__, len(arguments)))
+
+    c = triton_calls
+    by_kernels = Implementation("triton", c.forward, c.backward, c.memory, lambda x, o: [], "")
+    monkeypatch.setattr(relaunch, "launcher", launcher)
+    monkeypatch.setattr(prefixes, "available", lambda u: u.dtype == torch.float32)
+    monkeypatch.setattr(calls, "implementation", lambda name, x, o: by_kernels)
+    for module in (calls, operator):
+        monkeypatch.setattr(module, "launches_on", lambda device: tapes.Tape().play)
+    x = [t.to(torch.bfloat16) if t.ndim == 4 else t for t in given(N=2100)]
+    x = [t.requires_grad_() for t in x]
+    launched = []
+    for _ in range(3):
+        del ran[:]
+        out = gs.sparsek_attention(*x, k_keep=64, window=32)
+        forward = len(ran)
+        out.backward(torch.ones_like(out))
+        launched.append((forward, len(ran) - forward, tuple(ran)))
+    first, *later = launched
+    assert first[:2] == (12, 15) and all(other == first for other in later)
+    assert recorded == [name for name, _ in first[2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("N", [300, 5000])
+@pytest.mark.parametrize(
+    "options", [{}, {"gate": None}, {"gate": "kv"}, {"straight_through": True}, {"keep": "support"}], ids=str
+)
+def test_repeated_launches_are_those_of_operators(N: int, options: dict[str, Any]) -> None:
+    """The same bits from recorded launches, of fresh numbers in each call, on two streams, and of a number of numpy."""
+    for turn in range(4):
+        torch.manual_seed(turn)
+        x = [torch.randn(2, heads, N, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        x = [t.requires_grad_() for t in (*x, torch.randn(2, 2, N, device="cuda"))]
+        wanted = results(x, k_keep=np.int64(40), window=20, **options)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = results(x, k_keep=40, window=20, **options)
+        torch.cuda.synchronize()
+        assert same(found, wanted), turn
+        for name in ("sparsek_causal", "last_topk"):
+            found, wanted = (f(x[3], 40) for f in (getattr(gs, name), getattr(torch.ops.gossamer, name)))
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(calls.known) == 1
+    chosen = [gs.topk_blocks(x[0], x[1], topk=3, causal=True) for _ in range(3)]
+    forget_all()
+    again = gs.topk_blocks(x[0], x[1], topk=3, causal=True)
+    assert all(torch.equal(c.indices, again.indices) for c in chosen)
