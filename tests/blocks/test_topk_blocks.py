@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,8 +16,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gossamer as gs
+from gossamer.blocks import api
 from gossamer.blocks import scores as block_scores
+from gossamer.memo import forget_all
 from tests.support.modes import Largest, NothingIsRead
+from tests.torch.test_host_cost import entered
 
 
 class Wanted(NamedTuple):
@@ -361,3 +366,49 @@ def test_errors_of_kept_mass() -> None:
     for lse in (torch.zeros(2, 300), torch.zeros(1, 2, 300, dtype=torch.float64), None):
         with pytest.raises(ValueError, match=r"lse must be a tensor of shape \(1, 2, 300\), torch.float32"):
             chosen.kept_mass(lse)
+
+
+def test_repeated_calls_are_known() -> None:
+    """The first and a later call of one key are the same, of the numbers that tensors hold then; errors stay."""
+    forget_all()
+    q, k = (torch.randn(1, heads, 320, 16) for heads in (4, 2))
+    kinds: list[dict[str, Any]] = [
+        {"topk": 3}, {"topk": 4}, {"top_p": 0.5}, {"topk": 3, "score": "bound"}, {"topk": 3, "per": "group"},
+        {"topk": 3, "scale": 2.0}, {"topk": 3, "first": 0}, {"topk": 3, "local": 2}, {"topk": 3, "block_size": 128},
+    ]  # fmt: skip
+    found = [[gs.topk_blocks(q, k, causal=True, **kind) for kind in kinds] for _ in range(2)]
+    assert len(api.known) == len(kinds)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.indices, b.indices) and torch.equal(a.covered, b.covered) and repr(a) == repr(b)
+        assert a.rule == b.rule and b._choice.q.data_ptr() == q.data_ptr()
+    chosen = found[1][0]
+    k.copy_(k.flip(2))
+    again = gs.topk_blocks(q, k, causal=True, topk=3)
+    forget_all()
+    assert torch.equal(again.indices, gs.topk_blocks(q, k, causal=True, topk=3).indices)
+    assert not torch.equal(again.indices, chosen.indices)
+    for wrong in ({"topk": 0}, {"topk": 1, "local": 2}, {"topk": True}, {"topk": 3, "per": "all"}):
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                gs.topk_blocks(q, k, causal=True, **wrong)  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = gs.topk_blocks(q, k, causal=True, topk=3)
+    assert cast._choice.q.dtype == torch.bfloat16 and len(api.known) == 1
+    leaves = [x.clone().requires_grad_() for x in (q, k)]
+    assert torch.equal(gs.topk_blocks(*leaves, causal=True, topk=3).indices, again.indices)
+    with torch.inference_mode():
+        assert torch.equal(gs.topk_blocks(q, k, causal=True, topk=3).indices, again.indices)
+    few = gs.topk_blocks(q[0], k[0], causal=True, topk=3)
+    turned = gs.topk_blocks(q.transpose(1, 2), k.transpose(1, 2), causal=True, topk=3, layout="bshd")
+    assert torch.equal(few.indices, again.indices) and torch.equal(turned.indices, again.indices)
+    x = weakref.ref(q)
+    del q, found, chosen, again, few, turned
+    gc.collect()
+    assert x() is None
+
+
+def test_how_much_of_the_package_a_repeated_call_enters() -> None:
+    q, k = (torch.randn(1, 4, 320, 16) for _ in range(2))
+    for _ in range(2):
+        repeat = entered(lambda: gs.topk_blocks(q, k, topk=3, causal=True))
+    assert len(repeat.files) <= 10 and len(repeat.functions) <= 22, sorted(repeat.functions)

@@ -12,8 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gossamer.kernels.hopper import missing_packages
-from gossamer.sparse_k import attention as sparse_k_attention
-from gossamer.sparse_k import chunks
+from gossamer.sparse_k import chunks, selection
 from gossamer.sparse_k.hopper import compiled
 from gossamer.sparse_k.hopper.configurations import SparseKConfig
 from gossamer.sparse_k.launch import hopper as hopper_calls
@@ -107,7 +106,7 @@ class TestOnGpu:
         torch.manual_seed(part)
         for _ in range(10):
             # Lists that hold what lives, and lists that do not.
-            monkeypatch.setattr(sparse_k_attention, "SUPPORT", draw.choice([1, 4]))
+            monkeypatch.setattr(selection, "SUPPORT", draw.choice([1, 4]))
             H, G = draw.choice([(1, 1), (4, 2), (6, 2), (3, 3)])
             N = draw.choice([1, 5, 63, 64, 65, 127, 128, 129, 255, 300, 513, 1000, 1500, 3000])
             D, E = draw.choice([(128, 128), (128, 128), (64, 64), (40, 96), (8, 16), (128, 64), (96, 128)])

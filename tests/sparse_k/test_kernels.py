@@ -14,8 +14,7 @@ from tests.support.processes import INTERPRETING, in_interpreter
 
 pytest.importorskip("triton")
 
-from gossamer.sparse_k import attention as sparse_k_attention
-from gossamer.sparse_k import chunks
+from gossamer.sparse_k import chunks, selection
 from gossamer.sparse_k import operator as sparse_k
 from gossamer.sparse_k.launch import triton as triton_calls
 from gossamer.sparse_k.launch.problem import Operands, Options
@@ -47,7 +46,7 @@ def check_thresholds(u: Tensor, k: int, monkeypatch: pytest.MonkeyPatch) -> None
         return  # nor are gradients numbers
     dtau = torch.randn_like(u)
     du = prefixes.thresholds_backward(u, tau, dtau)
-    wanted = sparse_k._threshold_gradient(u, tau, last, dtau)
+    wanted = sparse_k.threshold_gradient(u, tau, last, dtau)
     assert torch.allclose(du, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -55,12 +54,13 @@ def operands(given: list[Tensor], options: dict[str, Any]) -> tuple[Operands, Op
     """As `sparsek_attention` makes them."""
     q, k, v, u = given
     o = {"scale": None, "straight_through": False, "window": 0, "keep": "topk", "gate": "v"} | options
-    kept = sparse_k_attention._selected_keys(u, o["k_keep"], o["keep"], True, o["straight_through"])
+    how = selection.Selection(o["k_keep"], o["keep"], True, o["straight_through"], u.shape[2])
+    kept = how.of(u, selection.OPERATORS)
     scale = q.shape[3] ** -0.5 if o["scale"] is None else o["scale"]
     window = min(o["window"], q.shape[2])
     return (
-        Operands(q, k, v, kept.u, kept.tau, kept.last, kept.last_gated),
-        Options(window, o["gate"], True, scale, o["straight_through"], kept.live, kept.certain),
+        Operands(q, k, v, u, kept.tau, kept.last, kept.last_gated),
+        Options(window, o["gate"], True, scale, o["straight_through"], how.room, how.certain),
     )
 
 
@@ -136,7 +136,7 @@ if INTERPRETING:
             given, options = inputs(draw, torch.float32)
             options["causal"] = True
             # Lists that hold what lives, and lists that do not.
-            monkeypatch.setattr(sparse_k_attention, "SUPPORT", draw.choice([1, 4]))
+            monkeypatch.setattr(selection, "SUPPORT", draw.choice([1, 4]))
             check_attention(given, options, 2e-5)
 
     @pytest.mark.usefixtures("fresh_compiler")

@@ -290,13 +290,13 @@ def every_function(u: Tensor) -> None:
         saved_tensors: tuple[Tensor, ...]
 
     ctx = Saved()
-    m, tau = sparse_k._sparsek(u, 5)
+    m, tau = sparse_k.row_of(u, 5)
     ctx.saved_tensors = u, m, tau
     sparse_k._sparsek_backward(ctx, m, tau)
-    tau, last = sparse_k._sparsek_causal(u, 5)
+    tau, last = sparse_k.causal_of(u, 5)
     ctx.saved_tensors = u, tau, last
     sparse_k._sparsek_causal_backward(ctx, tau, None)
-    sparse_k._last_topk(u, 5)
+    sparse_k.largest_of(u, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

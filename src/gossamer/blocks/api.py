@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from gossamer.blocks.operator import choose
 from gossamer.blocks.scores import row_bounds
+from gossamer.kernels.tapes import launches_on
+from gossamer.memo import Memo
 from gossamer.patterns.reach import Reach, rule
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.arguments import (
@@ -24,9 +28,12 @@ from gossamer.torch.arguments import (
     validate,
     whole,
 )
+from gossamer.torch.key import SIMPLE, Key, alignment, facts, plain
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import BlockIndices
 from gossamer.torch.structure.chosen import BLOCKS
+
+CAUSAL = rule(Reach(right=0))
 
 
 class SelectedBlocks(BlockIndices):
@@ -45,7 +52,7 @@ class SelectedBlocks(BlockIndices):
         super().__init__(indices, choice.block_size)
         self.covered, self._choice = covered, choice
         if choice.causal:
-            self.rule = rule(Reach(right=0))
+            self.rule = CAUSAL
 
     def __repr__(self) -> str:
         return f"SelectedBlocks({tuple(self.indices.shape)}, {self.block_size}, causal={self._choice.causal})"
@@ -140,13 +147,14 @@ class SelectedBlocks(BlockIndices):
 class Choice(NamedTuple):
     """The tensors and options from which blocks were chosen."""
 
-    q: Tensor  # (B, H, Q, D)
-    k: Tensor
+    q: Any  # (B, H, Q, D); None of a call that is kept
+    k: Any
     dims: int  # the dimensions of the q that was given
     block_size: int
     causal: bool
     score: str
     scale: float
+    cast: torch.dtype | None  # the type of autocast, to which q and k were rounded
 
 
 def topk_blocks(
@@ -205,6 +213,56 @@ def topk_blocks(
     if isinstance(scale, Tensor):
         with torch.no_grad():
             q, scale = with_number(q, scale)
+    options = causal, block_size, topk, top_p, score, local, first, per, scale, layout
+    key = None if torch.compiler.is_compiling() or not plain(q, k) else _key(q, k, options)
+    call = None if key is None else known.get(key)
+    if call is None:
+        call = _call(q, k, *options)
+        if key is not None:
+            call.launches = launches_on(q.device)
+            call = known.put(key, call)
+    return call(q, k)
+
+
+def _key(q: Tensor, k: Tensor, options: tuple[Any, ...]) -> Key | None:
+    """What tells calls apart, of tensors that are plain; None where options are no numbers of Python."""
+    types, of_tensors = tuple(map(type, options)), facts(q, k)
+    if of_tensors is None or None in of_tensors or not SIMPLE.issuperset(types):
+        return None
+    return *of_tensors, alignment(q, k), *options, *types
+
+
+class Call:
+    """Chooses the blocks of every call of one key, which was checked; it keeps no tensor."""
+
+    def __init__(self, options: tuple[Any, ...], choice: Choice, bshd: bool) -> None:
+        """A call with the `options` of `by_operations`, and a choice without q and k."""
+        self.options, self.choice, self.bshd = options, choice, bshd
+        self.launches: Callable[[], AbstractContextManager[None]] = nullcontext  # which compilers trace
+
+    def __call__(self, q: Tensor, k: Tensor) -> SelectedBlocks:
+        """The chosen blocks, a constant."""
+        q, k = q.detach(), k.detach()
+        if self.bshd or self.choice.dims != 4:
+            q, k, _ = four_dimensional(q, k, k, self.bshd)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False), self.launches():
+            q, k = (x.to(self.choice.cast or x.dtype) for x in (q, k))
+            chosen = choose(q, k, *self.options)
+        return SelectedBlocks(*chosen, self.choice._replace(q=q, k=k))
+
+
+known: Memo[Call] = Memo()
+
+
+def _call(
+    q: Any, k: Any, causal: Any, block_size: Any, topk: Any, top_p: Any, score: Any, local: Any, first: Any, per: Any,
+    scale: Any, layout: Any,
+) -> Call:  # fmt: skip
+    """The call of these arguments.
+
+    Raises:
+        ValueError: one of them is wrong.
+    """
     check_types(q, k, k, AttentionOptions(scale))
     bshd, dims = is_bshd(layout), q.ndim
     if k.ndim != dims or not 2 <= dims <= 4:
@@ -215,7 +273,6 @@ def topk_blocks(
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
     validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
     block_size, topk, local, first = _checked(causal, block_size, topk, top_p, score, local, first, per)
-    q, k = (x.to(cast_type(x) or x.dtype) for x in (q, k))
     Q, K = q.shape[2], k.shape[2]
     C = -(-K // block_size)
     straddles = (K - Q) % block_size != 0
@@ -228,9 +285,8 @@ def topk_blocks(
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
     n, local, first = C if topk is None else min(topk, C), min(local, C), min(first, C)
     options = (block_size, n, factor, per == "group", score == "bound", causal, local, first, top_p)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        chosen = choose(q, k, *options)
-    return SelectedBlocks(*chosen, Choice(q, k, dims, block_size, causal, score, factor))
+    choice = Choice(None, None, dims, block_size, causal, score, factor, cast_type(q))
+    return Call(options, choice, bshd)
 
 
 def _checked(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gossamer.checks import boolean, integer
-from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.sparse_k.autograd import sparse_k_forward
-from gossamer.sparse_k.launch.problem import Gate
-from gossamer.sparse_k.operator import last_topk, sparsek, sparsek_causal
+from gossamer.sparse_k.calls import Call, key_of, known, type_of_scores
+from gossamer.sparse_k.launch.problem import Gate, Options
+from gossamer.sparse_k.selection import OPERATORS, Keep, Selection
 from gossamer.torch.arguments import (
     Arguments,
     AttentionOptions,
@@ -22,22 +22,9 @@ from gossamer.torch.arguments import (
     unbatched,
     validate,
 )
+from gossamer.torch.key import plain
 from gossamer.torch.scale import with_number
 from gossamer.torch.transforms import refuse_transforms
-
-Keep = Literal["topk", "support"]
-SUPPORT = 4  # lists of supports have room for so many times k; Gaussian scores take 1.1 to 2.5 times
-
-
-class SelectedKeys(NamedTuple):
-    """The scores and thresholds of keys, and until when each is kept: (B, U, N), U the heads of u."""
-
-    u: Tensor
-    tau: Tensor
-    last: Tensor
-    last_gated: Tensor
-    live: int  # the number of keys that are kept at any step
-    certain: bool  # whether no more than `live` can be; else that depends on the scores
 
 
 @overload
@@ -115,23 +102,35 @@ def sparsek_attention(
         >>> torch.allclose(everything, gs.attention(q, k, v, gs.Causal()), atol=1e-5)
         True
     """
-    c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
-    kept = _selected_keys(c.u, c.k_keep, keep, causal, straight_through)
-    wide = type_of_scores(c.q, c.u)
-    out, lse = sparse_k_forward(
-        c.q, c.k, c.v, kept.u.to(wide), kept.tau.to(wide), kept.last, kept.last_gated, c.window, gate, causal, c.scale,
-        straight_through, kept.live, kept.certain, None,
-    )  # fmt: skip
-    out, lse = unbatched(out, lse, c.dims)
+    key = None
+    if not torch.compiler.is_compiling() and plain(q, k, v, u):
+        if isinstance(scale, Tensor) and plain(scale):
+            q, scale = with_number(q, scale)
+        key = key_of((q, k, v, u), (k_keep, window, keep, gate, causal, scale, straight_through, return_lse))
+    call = None if key is None else known.get(key)
+    if call is None:
+        c = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
+        how = Selection(c.k_keep, keep, causal, straight_through, c.u.shape[2])
+        options = Options(c.window, gate, causal, c.scale, straight_through, how.room, how.certain)
+        if key is None:
+            out, lse = _by_operators(c, how, options)
+        else:
+            call = known.put(key, Call(how, options, c.q, c.k, c.v, c.u, q.ndim))
+    if call is not None:
+        out, lse = call(q, k, v, u)
     return (out, lse) if return_lse else out
 
 
-def type_of_scores(q: Tensor, u: Tensor) -> torch.dtype:
-    """The type that u - tau is computed in: the wider one of u's, whose digits count, and the call's."""
-    return torch.promote_types(u.dtype, compute_dtype(q.dtype))
+def _by_operators(c: CheckedCall, how: Selection, options: Options) -> tuple[Tensor, Tensor]:
+    """(out, lse), with as many dimensions as q has."""
+    kept, wide = how.of(c.u, OPERATORS), type_of_scores(c.q, c.u)
+    out, lse = sparse_k_forward(
+        c.q, c.k, c.v, c.u.to(wide), kept.tau.to(wide), kept.last, kept.last_gated, *options, None
+    )
+    return unbatched(out, lse, c.dims)
 
 
-class SparseKCall(NamedTuple):
+class CheckedCall(NamedTuple):
     """The arguments of a call in one form."""
 
     q: Tensor  # (B, H, N, D)
@@ -147,7 +146,7 @@ class SparseKCall(NamedTuple):
 def check_call(
     q: Any, k: Any, v: Any, u: Any, k_keep: Any, window: Any, keep: Any, gate: Any, causal: Any, scale: Any,
     straight_through: Any, return_lse: Any,
-) -> SparseKCall:  # fmt: skip
+) -> CheckedCall:  # fmt: skip
     """The arguments of `sparsek_attention` in one form.
 
     Raises:
@@ -181,37 +180,7 @@ def check_call(
     _check_choice("gate", gate, ("v", "kv", "logit", None))
     if boolean("straight_through", straight_through) and gate not in ("v", None):
         raise ValueError(f'straight_through must be False with gate {describe(gate)}; it is of gate "v" and None')
-    return SparseKCall(q, k, v, u, k_keep, min(window, N), D**-0.5 if scale is None else float(scale), dims)
-
-
-def lists_room(k: int, N: int, keep: Keep, straight: bool) -> tuple[int, bool]:
-    """(the number of keys that lists have room for at a step, whether no more can be live)."""
-    if keep == "topk" and not straight:
-        return min(k, N), True
-    return min(SUPPORT * k, N), SUPPORT * k >= N
-
-
-def _selected_keys(u: Tensor, k: int, keep: Keep, causal: bool, straight: bool) -> SelectedKeys:
-    """The threshold of each step, and the last step that keeps each key."""
-    N = u.shape[-1]
-    room = lists_room(k, N, keep, straight)
-    if causal and keep == "topk" and not straight:
-        tau, last = torch.ops.gossamer.sparsek_kept(u, min(k, N))
-        return SelectedKeys(u, tau, last, last, *room)
-    if causal:
-        tau, last_gated = sparsek_causal(u, k)
-    else:
-        _, tau_of_all = sparsek(u, k)
-        tau = tau_of_all[..., None].expand(u.shape)
-        last_gated = torch.where(u.detach() > tau.detach(), N - 1, -1).int()
-    if keep == "support":
-        return SelectedKeys(u, tau, last_gated, last_gated, *room)
-    last = last_topk(u, k)
-    if not causal:
-        last = torch.where(last == N - 1, last, -1)
-    if not straight:
-        return SelectedKeys(u, tau, last, last, *room)
-    return SelectedKeys(u, tau, last, torch.maximum(last, last_gated), *room)
+    return CheckedCall(q, k, v, u, k_keep, min(window, N), D**-0.5 if scale is None else float(scale), dims)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:

@@ -29,8 +29,8 @@ def _forward(
     gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    if 0 in q.shape:  # of the rows that there are each has a key, its own
-        return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=compute_dtype(q.dtype))
+    if 0 in q.shape:
+        return empty(x)
     with uncast(q.device), torch.cuda.device_of(q):
         return launch.implementation(implementation, x, o).forward(x, o)
 
@@ -46,6 +46,12 @@ def _backward(
     with uncast(q.device), torch.cuda.device_of(q):
         g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau
+
+
+def empty(x: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of tensors without elements: of the rows that there are each has a key, its own."""
+    (*rows, _), E = x.q.shape, x.v.shape[3]
+    return x.q.new_zeros((*rows, E)), x.q.new_zeros(rows, dtype=compute_dtype(x.q.dtype))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, u: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -71,8 +77,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         raise Unsupported("sparsek_attention has no second derivative; backward() and autograd.grad work")
     *operands, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    backward = torch.ops.gossamer.sparse_k_backward.default
-    gradients = backward(dout, dlse, out, lse, *operands, *ctx.more)
+    gradients = torch.ops.gossamer.sparse_k_backward.default(dout, dlse, out, lse, *operands, *ctx.more)
     return *gradients, None, None, *(None for _ in ctx.more)
 
 

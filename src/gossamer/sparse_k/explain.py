@@ -9,10 +9,12 @@ from torch import Tensor
 
 from gossamer.kernels.launch import dtype_of
 from gossamer.plan.tabular import aligned
-from gossamer.sparse_k.attention import Keep, check_call, lists_room, type_of_scores
+from gossamer.sparse_k.attention import check_call
+from gossamer.sparse_k.calls import type_of_scores
 from gossamer.sparse_k.launch.implementations import implementations
 from gossamer.sparse_k.launch.problem import Gate, Operands, Options
 from gossamer.sparse_k.operator import has_kernels
+from gossamer.sparse_k.selection import Keep, Selection
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,17 @@ def explain_sparsek(
         >>> q = torch.empty(1, 8, 4096, 64)
         >>> plan = gs.explain_sparsek(q, q, q, torch.empty(1, 8, 4096), k_keep=256, window=127)
         >>> plan.implementation, plan.pairs
-        ('chunks: operations of torch, 256 queries at a time', 384)
+        ('chunks: operations of torch, up to 256 queries at a time', 384)
         >>> plan.reasons["triton"]
         ['needs a GPU, not cpu']
     """
     call = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
     q, k, v, u = call.q, call.k, call.v, call.u
     (B, H, N, D), G, E, U = q.shape, k.shape[1], v.shape[3], u.shape[1]
-    room, certain = lists_room(call.k_keep, N, keep, straight_through)
+    how = Selection(call.k_keep, keep, causal, straight_through, N)
     scores = u.detach().to(type_of_scores(q, u))
     steps = torch.empty(u.shape, dtype=torch.int32, device="meta")
-    options = Options(call.window, gate, causal, call.scale, straight_through, room, certain)
+    options = Options(call.window, gate, causal, call.scale, straight_through, how.room, how.certain)
     operands = Operands(q, k, v, scores, scores, steps, steps)
     reasons = {}
     for one in implementations():
@@ -110,7 +112,7 @@ def explain_sparsek(
         implementation=f"{one.name}: {one.description}",
         reasons=reasons,
         thresholds=_thresholds(u, causal),
-        pairs=min(N, _window_keys(call.window, causal) + room),
+        pairs=min(N, _window_keys(call.window, causal) + how.room),
         lists_bytes=memory.lists,
         sums_bytes=memory.sums,
     )
@@ -125,4 +127,4 @@ def _thresholds(u: Tensor, causal: bool) -> str:
         return "one for all queries, from sorted breakpoints"
     if has_kernels(u):
         return "Triton kernels: a sort of each row, and a walk for each 128 steps"
-    return "operations of torch: sorted breakpoints, divided level by level"
+    return "operations of torch: sorted breakpoints, halved level by level"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +12,11 @@ from torch import Tensor
 
 from gossamer.checks import whole
 from gossamer.kernels.packages import has_triton
-from gossamer.sparse_k.thresholds import causal_thresholds, threshold
+from gossamer.kernels.tapes import launches_on
+from gossamer.memo import Memo
+from gossamer.sparse_k.thresholds import causal_thresholds, last_largest, threshold
 from gossamer.torch.arguments import describe
+from gossamer.torch.key import alignment, facts, plain
 from gossamer.torch.transforms import refuse_transforms
 
 
@@ -66,8 +71,12 @@ def sparsek(u: Tensor, k: int, dim: int = -1) -> SparseK:
     k, axis = _kept(k), whole(dim)
     if axis is None or not -u.ndim <= axis < u.ndim:
         raise ValueError(f"dim must be a dimension of u, in [{-u.ndim}, {u.ndim}); got {describe(dim)}")
-    refuse_transforms("sparsek", u)
-    m, tau = torch.ops.gossamer.sparsek(u.movedim(axis, -1).contiguous(), min(k, u.shape[axis]))
+    rows, k = u.movedim(axis, -1).contiguous(), min(k, u.shape[axis])
+    if _eager(u):
+        m, tau = _Row.apply(rows, k) if _differentiable(u) else row_of(rows, k)
+    else:
+        refuse_transforms("sparsek", u)
+        m, tau = torch.ops.gossamer.sparsek(rows, k)
     return SparseK(m.movedim(-1, axis), tau)
 
 
@@ -103,8 +112,12 @@ def sparsek_causal(u: Tensor, k: int) -> CausalSparseK:
     """
     _check_scores(u)
     k = _kept(k)
+    k = min(k, u.shape[-1])
+    if _eager(u):
+        rows = u.contiguous()
+        return CausalSparseK(*(_Causal.apply(rows, k) if _differentiable(u) else causal_of(rows, k)))
     refuse_transforms("sparsek_causal", u)
-    return CausalSparseK(*torch.ops.gossamer.sparsek_causal(u.contiguous(), min(k, u.shape[-1])))
+    return CausalSparseK(*torch.ops.gossamer.sparsek_causal(u.contiguous(), k))
 
 
 def last_topk(u: Tensor, k: int) -> Tensor:
@@ -128,11 +141,13 @@ def last_topk(u: Tensor, k: int) -> Tensor:
         tensor([1, 4, 3, 2, 4], dtype=torch.int32)
     """
     _check_scores(u)
-    k = _kept(k)
-    return torch.ops.gossamer.last_topk(u.detach().contiguous(), min(k, u.shape[-1]))
+    k = min(_kept(k), u.shape[-1])
+    u = u.detach().contiguous()
+    return largest_of(u, k) if _eager(u) else torch.ops.gossamer.last_topk(u, k)
 
 
-def _sparsek(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def row_of(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """m and tau of `sparsek`, of the last dimension."""
     if not u.numel():
         return torch.empty_like(u), torch.full(u.shape[:-1], -torch.inf, dtype=u.dtype, device=u.device)
     rows = u.reshape(-1, u.shape[-1])
@@ -144,9 +159,15 @@ def _sparsek(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return m.reshape(u.shape), tau.reshape(u.shape[:-1])
 
 
-def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]:
+def _sparsek_backward(ctx: Any, dm: Tensor | None, dtau: Tensor | None) -> tuple[Tensor, None]:
     u, m, tau = ctx.saved_tensors
-    dtau = dtau[..., None].double()
+    return row_gradient(u, m, tau, dm, dtau), None
+
+
+def row_gradient(u: Tensor, m: Tensor, tau: Tensor, dm: Tensor | None, dtau: Tensor | None) -> Tensor:
+    """du of gates and of the threshold of a row; None is a gradient of zero."""
+    dm = torch.zeros_like(m) if dm is None else dm
+    dtau = (torch.zeros_like(tau) if dtau is None else dtau)[..., None].double()
     interior = (m > 0) & (m < 1)
     count = interior.sum(-1, keepdim=True)
     dm = torch.where(interior, dm, 0).double()
@@ -154,15 +175,16 @@ def _sparsek_backward(ctx: Any, dm: Tensor, dtau: Tensor) -> tuple[Tensor, None]
     # With nothing inside, tau is the largest score that is not kept.
     next_ones = (u == tau[..., None]) & (u > -torch.inf) & (count == 0)
     du = du + torch.where(next_ones, dtau / next_ones.sum(-1, keepdim=True).clamp(min=1), 0)
-    return du.to(u.dtype), None
+    return du.to(u.dtype)
 
 
-def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def causal_of(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """tau and last of `sparsek_causal`."""
     if not u.numel():
         return torch.empty_like(u), torch.empty_like(u, dtype=torch.int32)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
-        with torch.cuda.device_of(u):
+        with torch.cuda.device_of(u), _launches(("causal", k), rows):
             tau = kernels.thresholds(kernels.prefixes(rows, k))
     else:
         tau = causal_thresholds(rows, k).to(u.dtype)
@@ -170,14 +192,16 @@ def _sparsek_causal(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
 
 
-def _sparsek_kept(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def kept_of(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """tau of `sparsek_causal`, and `last_topk`, of one sort."""
     if not u.numel():
-        return _sparsek_causal(u, k)
+        return causal_of(u, k)
     rows = u.reshape(-1, u.shape[-1])
-    if (kernels := _kernels(u)) is None:
-        return _sparsek_causal(u, k)[0], _last_topk(u, k)
-    with torch.cuda.device_of(u):
-        tau, last = kernels.kept(kernels.prefixes(rows, k))
+    if (kernels := _kernels(u)) is not None:
+        with torch.cuda.device_of(u):
+            tau, last = kernels.kept(kernels.prefixes(rows, k))
+    else:
+        tau, last = causal_thresholds(rows, k).to(u.dtype), last_largest(rows, k).int()
     return _nan_from_first(rows, tau).reshape(u.shape), last.reshape(u.shape)
 
 
@@ -190,25 +214,31 @@ def _kernels(u: Tensor) -> Any:
     return launch if launch.available(u) else None
 
 
+_known: Memo[Callable[[], AbstractContextManager[None]]] = Memo()
+
+
+def _launches(what: tuple[Any, ...], *rows: Tensor) -> AbstractContextManager[None]:
+    """The launches of a function of rows of scores."""
+    key = what, facts(*rows), alignment(*rows)
+    return _known.get_or_make(key, lambda: launches_on(rows[0].device))()
+
+
 def has_kernels(u: Tensor) -> bool:
     """Whether kernels compute the thresholds of prefixes of u."""
     return _kernels(u) is not None
 
 
 def _nan_from_first(rows: Tensor, tau: Tensor) -> Tensor:
-    """tau with NaN from the step of the first score of NaN on."""
-    N = rows.shape[-1]
-    step = torch.arange(N, device=rows.device)
-    first = torch.where(rows.isnan(), step, N).amin(-1, keepdim=True)
-    return torch.where(step < first, tau, torch.nan)
+    """tau with NaN from the step of the first score of NaN on, in place."""
+    return tau.masked_fill_(rows.isnan().cummax(-1).values, torch.nan)
 
 
 def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     u, tau, last = ctx.saved_tensors
-    return _threshold_gradient(u, tau, last, dtau), None
+    return threshold_gradient(u, tau, last, dtau), None
 
 
-def _threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
+def threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
     """The gradient of thresholds: the steps at which a key is inside, and at which it equals tau, are ranges."""
     if not u.numel():
         return dtau * u
@@ -235,8 +265,9 @@ def _threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tenso
 
 
 def _thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
-    with torch.cuda.device_of(u):
-        gradient: Tensor = _kernels(u).thresholds_backward(*(x.reshape(-1, x.shape[-1]) for x in (u, tau, dtau)))
+    rows = tuple(x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau, dtau))
+    with torch.cuda.device_of(u), _launches(("backward",), *rows):
+        gradient: Tensor = _kernels(u).thresholds_backward(*rows)
     return gradient.reshape(u.shape)
 
 
@@ -258,22 +289,16 @@ class Steps(NamedTuple):
         return before.gather(1, self.end) - before.gather(1, self.first)
 
 
-def _last_topk(u: Tensor, k: int) -> Tensor:
+def largest_of(u: Tensor, k: int) -> Tensor:
+    """`last_topk`."""
     if not u.numel():
         return torch.empty_like(u, dtype=torch.int32)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
-        with torch.cuda.device_of(u):
+        with torch.cuda.device_of(u), _launches(("largest", k), rows):
             last: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
         return last.reshape(u.shape)
-    there = rows > -torch.inf
-    order = torch.where(there, rows, -torch.inf).sort(descending=True, stable=True).indices
-    places = torch.arange(u.shape[-1], device=u.device).expand_as(order)
-    # Places are whole numbers, all different: SparseK of them is the hard top-k, and tau the place of the next key.
-    exact = torch.float32 if u.shape[-1] <= 2**24 else torch.float64
-    better = -torch.empty_like(order).scatter_(1, order, places).to(exact)
-    better = torch.where(there, better, -torch.inf)
-    return _last_live(better, causal_thresholds(better, k)).reshape(u.shape)
+    return last_largest(rows, k).int().reshape(u.shape)
 
 
 def _last_live(u: Tensor, tau: Tensor) -> Tensor:
@@ -298,6 +323,40 @@ def _kept(k: Any) -> int:
     return number
 
 
+def _eager(u: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and plain(u)
+
+
+def _differentiable(u: Tensor) -> bool:
+    return u.requires_grad and torch.is_grad_enabled()
+
+
+class _Row(torch.autograd.Function):
+    """`sparsek` of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        m, tau = row_of(u, k)
+        ctx.save_for_backward(u, m, tau)
+        ctx.set_materialize_grads(False)
+        return m, tau
+
+    backward = staticmethod(_sparsek_backward)
+
+
+class _Causal(torch.autograd.Function):
+    """`sparsek_causal` of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        tau, last = causal_of(u, k)
+        ctx.save_for_backward(u, tau, last)
+        ctx.mark_non_differentiable(last)
+        return tau, last
+
+    backward = staticmethod(_sparsek_causal_backward)
+
+
 # Operators, so that torch.compile does not trace the log2(N) levels of the causal ones, which takes long.
 library = torch.library.Library("gossamer", "FRAGMENT")
 library.define("sparsek(Tensor u, SymInt k) -> (Tensor m, Tensor tau)")
@@ -305,10 +364,10 @@ library.define("sparsek_causal(Tensor u, SymInt k) -> (Tensor tau, Tensor last)"
 library.define("sparsek_kept(Tensor u, SymInt k) -> (Tensor tau, Tensor last)")
 library.define("last_topk(Tensor u, SymInt k) -> Tensor")
 library.define("thresholds_backward(Tensor u, Tensor tau, Tensor dtau) -> Tensor")
-library.impl("sparsek", _sparsek, "CompositeExplicitAutograd")
-library.impl("sparsek_causal", _sparsek_causal, "CompositeExplicitAutograd")
-library.impl("sparsek_kept", _sparsek_kept, "CompositeExplicitAutograd")
-library.impl("last_topk", _last_topk, "CompositeExplicitAutograd")
+library.impl("sparsek", row_of, "CompositeExplicitAutograd")
+library.impl("sparsek_causal", causal_of, "CompositeExplicitAutograd")
+library.impl("sparsek_kept", kept_of, "CompositeExplicitAutograd")
+library.impl("last_topk", largest_of, "CompositeExplicitAutograd")
 library.impl("thresholds_backward", _thresholds_backward, "CompositeExplicitAutograd")
 
 
@@ -345,7 +404,7 @@ def _save_scores(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Ten
 
 def _sparsek_kept_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
     u, tau = ctx.saved_tensors
-    return _threshold_gradient(u, tau, None, dtau), None
+    return threshold_gradient(u, tau, None, dtau), None
 
 
 torch.library.register_autograd("gossamer::sparsek", _sparsek_backward, setup_context=_save, lib=library)

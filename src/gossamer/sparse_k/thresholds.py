@@ -8,11 +8,11 @@ u - 1 of sign -1, and
 where C counts the interior keys (0 < u - tau < 1) and S is the sum of their u and of a 1 for each key over them. f
 falls piecewise linearly: the root lies just below the first breakpoint x with f(x) <= k, and is (S - k) / C there.
 
-**All prefixes.** The threshold of a prefix never falls as the prefix grows, so in ascending order of value the
-breakpoints are in the order of the steps at which the threshold passes them. A node is a range (a, b] of steps, of
-which the thresholds of a and b are known; it owns the breakpoints between these, which are a contiguous range. The
-threshold of its middle divides the range in two: one pass over all breakpoints divides every node of a level, and
-log2(N) levels give every step. Of the keys up to a whose breakpoints are past its range a node has one pair (C, S).
+**All prefixes.** Every step looks for its breakpoint at once, by halves of all places: whether it is in the upper half
+follows from the sums over the keys of the prefix that are. Breakpoints are in the order in which keys come, so that
+those of a prefix are its first ones, and a half of each node has prefixes again once all of the lower halves have been
+moved before all of the upper ones (a wavelet matrix: Claude, Navarro, Ordonez, Inf. Syst. 47, 2015). log2(2 N) levels
+give every step. So do log2(N) levels the step at which a key has k better ones: the k-th smallest of their steps.
 
 **Sums are exact.** u is written in steps of 2^-bits as integers, which are added modulo 2^64. Every sum that is used in
 the end is of magnitude at most N * 2^bits < 2^63, so that whatever wrapped on the way there has no effect: neither the
@@ -21,7 +21,7 @@ range of u nor the order of a sum changes a bit. float64 has a second integer fo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,18 +33,10 @@ LARGEST = 2.0**900  # the largest magnitude that is scaled
 # of S in steps of 2^-2bits. k is taken off S.
 
 
-class RowKeys(NamedTuple):
-    """The keys of each row."""
-
-    adds: Tensor  # (2 or 3, R, N): 1 and u, which an interior key adds to sums
-    first: Tensor  # (R, N): the place of u - 1 among the breakpoints; -1 of a key that is not there
-    last: Tensor  # the place of u
-
-
 class Row(NamedTuple):
-    """The keys of rows, and their breakpoints in ascending order, from which thresholds are made."""
+    """The breakpoints of rows in ascending order, from which thresholds are made."""
 
-    keys: RowKeys
+    place: Tensor  # (R, 2 * N): of u - 1 and of u of each key in turn; 0 of a key that is not there
     value: Tensor  # (R, 2 * N) float64
     whole: Tensor  # (1 or 2, R, 2 * N): the same as integers
     key: Tensor  # (R, 2 * N)
@@ -80,42 +72,82 @@ def causal_thresholds(u: Tensor, k: int) -> Tensor:
 
     O(N log N) operations, and memory of some 60 numbers a key.
     """
-    R, N = u.shape
     row = _row(u, k)
-    root = _root_of_row(row)
-    length = 1 << (N - 1).bit_length()
-    more = (0, length - N)
-    keys = RowKeys(
-        F.pad(row.keys.adds, more), F.pad(row.keys.first, more, value=-1), F.pad(row.keys.last, more, value=-1)
-    )
+    root = _root_of_prefixes(row)
+    # Rounding alone could let one fall.
+    return torch.where(root.flat, -torch.inf, root.near + root.step).cummax(1).values
 
-    # Of each node: where its breakpoints end, the threshold of its last step, and the sums of its earlier keys there.
-    ends = root.where
-    taus = torch.where(root.flat, -torch.inf, root.near + root.step)
-    base = _minus_k(torch.zeros_like(row.adds[..., :1]), row)
-    node = torch.zeros_like(row.key)  # of each breakpoint; those that are never passed stay in the last one
-    nodes = 1
-    while length > 1:
-        half = length // 2
-        before = torch.cat([torch.full_like(taus[:, :1], -torch.inf), taus[:, :-1]], 1)
-        left = _left(keys, nodes, half)
-        upper = base + _beyond(left, ends, row.bits)
-        passed = _before(torch.where(row.key < node * length + half, row.adds, 0))
-        middle = upper + _at(passed, ends)
-        reached = _excess(row, _at(middle, node).sub_(passed), row.whole) <= 0
-        node = node.mul_(2).add_(reached)
-        splits = torch.arange(1, 2 * nodes, 2, device=u.device).expand(R, nodes).contiguous()
-        where = torch.searchsorted(node, splits)
-        there = middle - _at(passed, where)
-        middle_root = _root(row, there, where)
-        tau = torch.where(middle_root.flat, before, middle_root.near + middle_root.step)
-        tau = torch.minimum(torch.maximum(tau, before), taus)  # both differ by rounding alone
-        if half > 1:
-            base = _in_turns(there - _beyond(left, where, row.bits), upper)
-            ends = _in_turns(where, ends)
-        taus = _in_turns(tau, taus)
-        nodes, length = 2 * nodes, half
-    return taus[:, :N].contiguous()
+
+def last_largest(u: Tensor, k: int) -> Tensor:
+    """The last step at which each key is among the k largest so far, (R, N); one before its own if it never is."""
+    R, N = u.shape
+    there = u > -torch.inf
+    order = torch.where(there, u, -torch.inf).sort(descending=True, stable=True).indices
+    rank = torch.arange(N, device=u.device)
+    # The k-th smallest of the steps of the keys before each in this order.
+    steps, ends = order, F.pad(rank, (N, 0)).expand(R, -1)
+    kth, left = torch.zeros_like(order), torch.full_like(order, k - 1)
+    for bit in reversed(range((N - 1).bit_length())):
+        halves = _halves(steps, ends, bit)
+        lower = halves.lower[:, N:] - halves.lower[:, :N]
+        upper = lower <= left
+        left = torch.where(upper, left - lower, left)
+        kth.add_(upper, alpha=1 << bit)
+        ends = halves.ends(ends, upper)
+        steps = halves.moved(steps)
+    last = torch.where(rank < k, N, kth).sub_(1)
+    last = torch.empty_like(last).scatter_(1, order, last)
+    return torch.maximum(torch.where(there, last, -1), rank - 1)
+
+
+class Halves(NamedTuple):
+    """Nodes of numbers in two halves each, by a bit."""
+
+    upper: Tensor  # (R, n) bool: of each number
+    lower_before: Tensor  # (R, n + 1): how many numbers before each are of a lower half, and in all
+    lower: Tensor  # (R, m): how many are before each of the ends
+
+    def ends(self, ends: Tensor, upper: Tensor) -> Tensor:
+        """Where ranges lie in the half that they take; `upper` (R, m // 2), for the begins and the ends of ranges."""
+        return torch.where(torch.cat([upper, upper], 1), ends - self.lower + self.lower_before[:, -1:], self.lower)
+
+    def moved(self, *x: Tensor) -> Any:
+        """Tensors (..., R, n) with all lower halves first."""
+        before = self.lower_before[:, :-1]
+        place = torch.arange(before.shape[1], device=before.device)
+        to = torch.where(self.upper, place - before + self.lower_before[:, -1:], before)
+        moved = tuple(torch.empty_like(t).scatter_(-1, to.expand_as(t), t) for t in x)
+        return moved if len(x) > 1 else moved[0]
+
+
+def _halves(numbers: Tensor, ends: Tensor, bit: int) -> Halves:
+    upper = (numbers & (1 << bit)) != 0
+    lower_before = F.pad((~upper).cumsum(1), (1, 0))
+    return Halves(upper, lower_before, lower_before.gather(1, ends))
+
+
+def _root_of_prefixes(row: Row) -> Root:
+    """The threshold of each prefix."""
+    place, adds = row.place, _at(row.adds, row.place)
+    R, n = place.shape
+    step = torch.arange(n // 2, device=place.device)
+    ends = F.pad(2 * step + 2, (n // 2, 0)).expand(R, -1)
+    where = torch.zeros_like(row.key[:, : n // 2])  # the first breakpoint that it can be, of which bits are missing
+    beyond = _minus_k(torch.zeros_like(row.adds[..., : n // 2]), row)  # the sums over those past them
+    for bit in reversed(range((n - 1).bit_length())):
+        halves = _halves(place, ends, bit)
+        before = _at(F.pad((adds * halves.upper).cumsum(-1), (1, 0)), ends)
+        sums = before[..., n // 2 :].sub_(before[..., : n // 2]).add_(beyond)
+        middle = where + (1 << bit)
+        # At a breakpoint itself it adds nothing.
+        reached = _excess(row, sums, _at(row.whole, (middle - 1).clamp_(max=n - 1))) <= 0
+        beyond = torch.where(reached, sums, beyond)
+        where = torch.where(reached, where, middle)
+        if bit:
+            ends = halves.ends(ends, ~reached)
+            place, adds = halves.moved(place, adds)
+    own = torch.where(row.key.gather(1, where) <= step, _at(row.adds, where), 0)
+    return _root(row, beyond + own, where)
 
 
 def _row(u: Tensor, k: int) -> Row:
@@ -141,14 +173,14 @@ def _row(u: Tensor, k: int) -> Row:
         return torch.empty_like(both).scatter_(1, places, both)
 
     def by_key(x: Tensor) -> Tensor:
-        return torch.empty_like(x).scatter_(1, order, x).where(there, -1)
+        return torch.empty_like(x).scatter_(1, order, x).where(there, 0)
 
     key, sign = by_place(order, order), by_place(-sign, sign)
     point_values = _at(whole, key)
     point_values[0] -= torch.where(sign > 0, 0, 1 << bits)
     sign = sign * there.gather(1, key)
     return Row(
-        RowKeys(_with_ones(whole), by_key(place_of_lower), by_key(place_of_upper)),
+        torch.stack([by_key(place_of_lower), by_key(place_of_upper)], -1).flatten(1),
         by_place(u - 1, u), point_values, key, sign * _with_ones(point_values), bits, min(k, N),
     )  # fmt: skip
 
@@ -209,21 +241,6 @@ def _root(row: Row, sums: Tensor, where: Tensor) -> Root:
     return Root(where, near, step, sums[0] <= 0)
 
 
-def _left(keys: RowKeys, nodes: int, half: int) -> RowKeys:
-    """The keys of the left half of each node: (..., R, nodes, half)."""
-    return RowKeys(*(x.unflatten(-1, (nodes, 2, half))[..., 0, :] for x in keys))
-
-
-def _beyond(keys: RowKeys, place: Tensor, bits: int) -> Tensor:
-    """The sums over the keys of each node of their breakpoints from `place` (R, nodes) on."""
-    place = place[..., None]
-    over = keys.first >= place
-    interior = (keys.last >= place) & ~over
-    sums = torch.where(interior, keys.adds, 0).sum(-1)
-    sums[1] += over.sum(-1) << bits
-    return sums
-
-
 def _at(x: Tensor, index: Tensor) -> Tensor:
     """Entries (m, R, n) of (m, R, ...)."""
     return x.gather(2, index.expand(len(x), -1, -1))
@@ -231,11 +248,6 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
 
 def _with_ones(x: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(x[:1]), x])
-
-
-def _in_turns(left: Tensor, right: Tensor) -> Tensor:
-    """(..., n) and (..., n) as (..., 2 * n)."""
-    return torch.stack([left, right], -1).flatten(-2)
 
 
 def _wrapped(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.blocks.triton.choose_kernel import choose_kernel
 from gossamer.blocks.triton.score_kernels import bound_kernel, extremes_kernel, mean_kernel, mean_score_kernel
+from gossamer.kernels.tapes import launch
 
 MOST_BLOCKS = 2**14  # blocks of keys, whose scores for a list one program holds
 MOST_LISTED = 2**11  # blocks of a list, which a program sorts
@@ -47,12 +48,12 @@ def choose_blocks(
     sizes = {"BLOCK": block, "D": D, "DP": power(D, 16)}
     if bound:
         least, most = (torch.empty((B, G, C, D), dtype=q.dtype, device=q.device) for _ in range(2))
-        extremes_kernel[(B * G * C,)](k, least, most, *k.stride(), K, C, G, **sizes, num_warps=4)
+        launch(extremes_kernel, (B * G * C,), k, least, most, *k.stride(), K, C, G, **sizes, num_warps=4)
         if scale < 0:
             least, most = most, least
     else:
         q_means, k_means = torch.empty((B, heads, T, D), **wide), torch.empty((B, G, C, D), **wide)
-        mean_kernel[(B * heads * T + B * G * C,)](
+        launch(mean_kernel, (B * heads * T + B * G * C,),
             q, k, q_means, k_means, *q.stride(), *k.stride(), Q, K, T, C, heads, G, B * heads * T, TIMES=H // heads,
             **sizes, num_warps=4,
         )  # fmt: skip
@@ -62,17 +63,17 @@ def choose_blocks(
         t1 = min(t0 + step, T)
         if bound:
             grid = B * heads * -(-(t1 - t0) // RUN), -(-C // tile)
-            bound_kernel[grid](
+            launch(bound_kernel, grid,
                 q, least, most, scores, *q.stride(), Q, K, C, t0, t1, heads, G, scale, RUN, TIMES=H // heads,
                 CAUSAL=causal, WHOLE=whole, PART=PART, COLUMNS=tile, **sizes, num_warps=block // 16,
             )  # fmt: skip
         else:
             grid = B * heads * -(-(t1 - t0) // TILE), -(-C // TILE)
-            mean_score_kernel[grid](
+            launch(mean_score_kernel, grid,
                 q_means, k_means, scores, Q, K, T, C, t0, t1, heads, G, scale, CAUSAL=causal, PART=PART, ROWS=TILE,
                 COLUMNS=TILE, PRECISION=PRECISION, **sizes, num_warps=4,
             )  # fmt: skip
-        choose_kernel[(B * heads * (t1 - t0),)](
+        launch(choose_kernel, (B * heads * (t1 - t0),),
             scores, keys, indices, covered, Q, K, T, C, t0, t1 - t0, local, first, n, 1.0 if top_p is None else top_p,
             CAUSAL=causal, PART=top_p is not None and top_p < 1, BLOCK=block, CP=columns, NP=held,
             num_warps=min(16, max(1, columns // 512, held // 128)),

@@ -25,7 +25,7 @@ class Implementation(NamedTuple):
 
 def implementations() -> list[Implementation]:
     """The implementations that this machine has, the fastest first."""
-    torch_description = f"operations of torch, {chunks.QUERIES} queries at a time"
+    torch_description = f"operations of torch, up to {chunks.QUERIES} queries at a time"
     by_torch = [
         Implementation("chunks", chunks.forward, chunks.backward, chunks.memory, lambda x, o: [], torch_description)
     ]

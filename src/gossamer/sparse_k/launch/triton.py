@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gossamer.kernels.tapes import launch
 from gossamer.sparse_k.launch.problem import Memory, Operands, Options, SparseKGradients
 from gossamer.sparse_k.triton import forward as forward_kernel
 from gossamer.sparse_k.triton import key_gradients as keys_kernel
@@ -109,7 +110,7 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     tile_lists = lists(x.last, o, t.m, live_keys(x.last, o))
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
     grid = (triton.cdiv(N, t.m), B * H)
-    forward_kernel.gated_forward[grid](
+    launch(forward_kernel.gated_forward, grid,
         x.q, x.k, x.v, x.u, x.tau, x.last, tile_lists.keys, tile_lists.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2],
         o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
@@ -127,7 +128,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     out, lse = out.contiguous(), lse.contiguous()
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     delta = x.u.new_empty(B, H, N)
-    query_kernel.row_sums[(triton.cdiv(N, 64), B * H)](
+    launch(query_kernel.row_sums, (triton.cdiv(N, 64), B * H),
         dout, out, dlse, delta, *dout.stride()[:3], H, N, E=E, HAS_DLSE=dlse is not None, SIZE_E=padded(E), BLOCK=64,
     )  # fmt: skip
     t = tiles("query", x)
@@ -141,7 +142,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     }  # fmt: skip
     strides = (*_strides(x.q, x.k, x.v), *dout.stride()[:3])
     dq, dtau = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device), x.u.new_empty(B, H, N)
-    query_kernel.gated_query_gradient[(triton.cdiv(N, t.m), B * H)](
+    launch(query_kernel.gated_query_gradient, (triton.cdiv(N, t.m), B * H),
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, tile_lists.keys, tile_lists.counts, dout, lse, delta, dq, dtau,
         *strides, H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2], o.scale, **common,
         BLOCK_M=t.m, BLOCK_N=t.n, num_warps=t.warps, num_stages=t.stages,
@@ -168,22 +169,22 @@ def _key_gradients(
         x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
     )  # fmt: skip
     sizes = H, G, U, N, o.window, chunk_lists.size, chunks, capacity, o.scale
-    keys_kernel.entry_gradients[(triton.cdiv(capacity, entry_options["BLOCK_N"]), chunks, units)](
+    launch(keys_kernel.entry_gradients, (triton.cdiv(capacity, entry_options["BLOCK_N"]), chunks, units),
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, chunk_lists.keys, chunk_lists.counts, dout, lse, delta,
         part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **entry_options,
     )  # fmt: skip
     after = torch.empty_like(chunk_lists.keys)
     home = torch.empty_like(x.last_gated)
-    keys_kernel.link_entries[(triton.cdiv(capacity, 256), chunks, units)](
+    launch(keys_kernel.link_entries, (triton.cdiv(capacity, 256), chunks, units),
         x.last_gated, chunk_lists.keys, chunk_lists.counts, after, home, N, o.window, chunk_lists.size, chunks,
         capacity, OVER=over, CHUNKS=CHUNKS, STEPS=capacity.bit_length(), BLOCK=256,
     )  # fmt: skip
-    keys_kernel.add_entries[(triton.cdiv(N, 16), units)](
+    launch(keys_kernel.add_entries, (triton.cdiv(N, 16), units),
         every.keys, every.counts, every.counts.shape[2], chunk_lists.counts, after, home, part_dk, part_dv, part_du,
         N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
-    keys_kernel.gated_key_gradients[(triton.cdiv(N, window_options["BLOCK_N"]), B * G)](
+    launch(keys_kernel.gated_key_gradients, (triton.cdiv(N, window_options["BLOCK_N"]), B * G),
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, chunk_lists.counts, home, dout, lse, delta, part_dk, part_dv,
         part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **window_options,
     )  # fmt: skip
@@ -202,9 +203,9 @@ def live_keys(last: Tensor, o: Options) -> LiveLists:
     counts = last.new_empty(B * U, blocks)
     keys = last.new_empty(B * U, 1, N)
     grid = (blocks, B * U)
-    lists_kernel.count_live[grid](last, counts, N, o.window, blocks, BLOCK=PLACES)
+    launch(lists_kernel.count_live, grid, last, counts, N, o.window, blocks, BLOCK=PLACES)
     ends = counts.cumsum(1, dtype=torch.int32)
-    lists_kernel.write_live[grid](last, ends, keys, N, o.window, blocks, BLOCK=PLACES)
+    launch(lists_kernel.write_live, grid, last, ends, keys, N, o.window, blocks, BLOCK=PLACES)
     return LiveLists(keys, ends[:, None], N)
 
 
@@ -218,7 +219,7 @@ def lists(last: Tensor, o: Options, size: int, parent: LiveLists, ordered: bool 
     keys = last.new_empty(B * U, ranges, capacity)
     counts = last.new_empty(B * U, ranges, 2)
     block = min(STREAMED, triton.next_power_of_2(parent.keys.shape[2]))
-    lists_kernel.live_lists[(ranges, B * U)](
+    launch(lists_kernel.live_lists, (ranges, B * U),
         last, parent.keys, parent.counts, keys, counts, N, o.window, size, ranges, parent.size, parent.keys.shape[1],
         parent.keys.shape[2], parent.counts.shape[2], capacity, ORDERED=ordered, BLOCK=block,
         num_warps=8 if block > 1024 else 4,

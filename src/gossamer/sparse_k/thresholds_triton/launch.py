@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gossamer.kernels.tapes import launch
 from gossamer.sparse_k.thresholds_triton import gradient, order, starts, walks
 
 NODE = 16  # steps of a walk
@@ -40,43 +41,81 @@ def available(u: Tensor) -> bool:
 def prefixes(u: Tensor, k: int) -> Prefixes:
     """Sort rows of scores (rows, N), and find where walks start."""
     rows, N = u.shape
-    # NaN is not there.
-    u = torch.where(u > -torch.inf, u, -torch.inf)
+    u = u.nan_to_num(-torch.inf, torch.inf, -torch.inf)  # NaN is not there
     sorted_scores, sorted_from = u.flip(-1).sort(stable=True)
-    sorted_keys = (N - 1 - sorted_from).int()
+    sorted_keys = torch.sub(
+        torch.tensor(N - 1, device="cpu"), sorted_from, out=u.new_empty(rows, N, dtype=torch.int32)
+    )  # fmt: skip
     lengths = [LEAST]
     while lengths[-1] < N:
         lengths.append(2 * lengths[-1])
     blocks = triton.cdiv(N, BLOCK)
     grid = (blocks, rows, len(lengths))
     counts = u.new_empty(len(lengths), rows, blocks, dtype=torch.int32)
-    order.count_places[grid](sorted_keys, counts, N, LEAST, blocks, BLOCK=BLOCK)
+    launch(order.count_places, grid, sorted_keys, counts, N, LEAST, blocks, BLOCK=BLOCK)
     ends = counts.cumsum(-1, dtype=torch.int32)
     keys = sorted_keys.new_empty(len(lengths), rows, N)
     scores = u.new_empty(len(lengths), rows, N)
     place = sorted_keys.new_empty(rows, N)
     absent = place.new_zeros(len(lengths), rows)
-    order.write_prefixes[grid](
-        sorted_keys, sorted_scores, ends, keys, scores, place, absent, N, LEAST, blocks, BLOCK=BLOCK
+    launch(
+        order.write_prefixes,
+        grid,
+        sorted_keys,
+        sorted_scores,
+        ends,
+        keys,
+        scores,
+        place,
+        absent,
+        N,
+        LEAST,
+        blocks,
+        BLOCK=BLOCK,
     )
 
     one = 1 << (62 - N.bit_length())
     begin = place.new_empty(len(lengths), rows)
     entering = place.new_empty(len(lengths), rows, EDGES)
-    starts.find_edges[(rows, len(lengths))](scores, absent, begin, entering, N, LEAST, k, EDGES=EDGES, num_warps=8)
+    edges = {"EDGES": EDGES, "num_warps": 8}
+    launch(starts.find_edges, (rows, len(lengths)), scores, absent, begin, entering, N, LEAST, k, **edges)
     chunks, nodes = triton.cdiv(N, CHUNK), triton.cdiv(N, NODE)
     table = place.new_zeros(rows, chunks, 2, EDGES)
     sums = place.new_zeros(rows, chunks, 2, EDGES, dtype=torch.int64)
-    starts.add_keys[grid](
-        keys, scores, begin, entering, table, sums, N, LEAST, chunks, ONE=one, CHUNK=CHUNK, EDGES=EDGES, BLOCK=BLOCK
+    launch(
+        starts.add_keys,
+        grid,
+        keys,
+        scores,
+        begin,
+        entering,
+        table,
+        sums,
+        N,
+        LEAST,
+        chunks,
+        ONE=one,
+        CHUNK=CHUNK,
+        EDGES=EDGES,
+        BLOCK=BLOCK,
     )
     part = min(2 * EDGES, 64)
-    starts.sum_chunks[(2 * EDGES // part, rows, len(lengths))](
-        table, sums, N, LEAST, chunks, CHUNK=CHUNK, COLUMNS=2 * EDGES, BLOCK=16, PART=part
+    launch(
+        starts.sum_chunks,
+        (2 * EDGES // part, rows, len(lengths)),
+        table,
+        sums,
+        N,
+        LEAST,
+        chunks,
+        CHUNK=CHUNK,
+        COLUMNS=2 * EDGES,
+        BLOCK=16,
+        PART=part,
     )
     starting = place.new_empty(6, rows, nodes)
     sum_ = sums.new_empty(rows, nodes)
-    starts.find_starts[(chunks, rows)](
+    launch(starts.find_starts, (chunks, rows),
         u, scores, place, table, sums, begin, entering, starting, sum_, N, LEAST, nodes, k,
         ONE=one, CHUNK=CHUNK, NODE=NODE, EDGES=EDGES, num_warps=4,
     )  # fmt: skip
@@ -86,7 +125,7 @@ def prefixes(u: Tensor, k: int) -> Prefixes:
 def thresholds(p: Prefixes) -> Tensor:
     """The threshold of SparseK of each prefix, (rows, N) float32: -inf where it has no more than k keys."""
     tau, (rows, N), nodes = torch.empty_like(p.u), p.u.shape, p.starts.shape[2]
-    walks.walk_thresholds[(triton.cdiv(nodes, LANES), rows)](
+    launch(walks.walk_thresholds, (triton.cdiv(nodes, LANES), rows),
         p.u, p.keys, p.scores, p.place, p.absent, p.starts, p.sum, tau, N, LEAST, nodes, p.k, ONE=p.one, NODE=NODE,
         LANES=LANES, num_warps=1,
     )  # fmt: skip
@@ -96,8 +135,21 @@ def thresholds(p: Prefixes) -> Tensor:
 def last_largest(p: Prefixes) -> Tensor:
     """The last step at which each key is among the k largest so far, (rows, N) int32; one before its own if never."""
     last, (rows, N), nodes = torch.full_like(p.place, p.u.shape[1] - 1), p.u.shape, p.starts.shape[2]
-    walks.walk_largest[(triton.cdiv(nodes, LANES), rows)](
-        p.keys, p.place, p.absent, p.starts, last, N, LEAST, nodes, p.k, NODE=NODE, LANES=LANES, num_warps=1
+    launch(
+        walks.walk_largest,
+        (triton.cdiv(nodes, LANES), rows),
+        p.keys,
+        p.place,
+        p.absent,
+        p.starts,
+        last,
+        N,
+        LEAST,
+        nodes,
+        p.k,
+        NODE=NODE,
+        LANES=LANES,
+        num_warps=1,
     )
     return last
 
@@ -114,7 +166,7 @@ def kept(p: Prefixes) -> ThresholdsAndLast:
     (rows, N), nodes = p.u.shape, p.starts.shape[2]
     tau, last = torch.empty_like(p.u), torch.full_like(p.place, N - 1)
     grid = (triton.cdiv(nodes, LANES), rows, 2)
-    walks.walk_both[grid](
+    launch(walks.walk_both, grid,
         p.u, p.keys, p.scores, p.place, p.absent, p.starts, p.sum, tau, last, N, LEAST, nodes, p.k, ONE=p.one,
         NODE=NODE, LANES=LANES, num_warps=1,
     )  # fmt: skip
@@ -129,12 +181,12 @@ def thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
     grid = (blocks, rows)
     ranges = u.new_empty(3, rows, N, dtype=torch.int32)
     changes = u.new_zeros(2, rows, N, dtype=torch.int32)
-    gradient.find_ranges[grid](u, tau, ranges, changes, N, rows, BLOCK=BLOCK)
+    launch(gradient.find_ranges, grid, u, tau, ranges, changes, N, rows, BLOCK=BLOCK)
     counts = changes.cumsum(-1, dtype=torch.int32)
     shares = u.new_empty(2, rows, N, dtype=torch.float64)
     totals = u.new_empty(2, rows, blocks, dtype=torch.float64)
-    gradient.sum_shares[grid](dtau, counts, shares, totals, N, rows, blocks, BLOCK=BLOCK)
-    gradient.sum_totals[(2 * rows,)](totals, blocks, BLOCK=256)
+    launch(gradient.sum_shares, grid, dtau, counts, shares, totals, N, rows, blocks, BLOCK=BLOCK)
+    launch(gradient.sum_totals, (2 * rows,), totals, blocks, BLOCK=256)
     du = torch.empty_like(u)
-    gradient.add_ranges[grid](ranges, shares, totals, du, N, rows, blocks, SUMMED=BLOCK, BLOCK=BLOCK)
+    launch(gradient.add_ranges, grid, ranges, shares, totals, du, N, rows, blocks, SUMMED=BLOCK, BLOCK=BLOCK)
     return du
