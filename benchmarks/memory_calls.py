@@ -357,7 +357,7 @@ FAMILIES = {
         },
     ),
     "particles": Family(
-        ("particles/kernels/radial/device",),
+        ("particles/kernels/radial/device", "particles/triton"),
         {
             "periodic": partial(summed, 700, 3, 0.2, 1.0),
             "half the box": partial(summed, 300, 3, 0.45, 1.0, 1),
