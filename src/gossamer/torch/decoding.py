@@ -33,7 +33,6 @@ from gossamer.torch.key import alignment, differentiable
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import growing
 from gossamer.torch.request import DENSE, Request, ResolvedPattern
-from gossamer.torch.structure.base import narrow
 
 RANGE = 128  # numbers of keys that share a launch
 MOST_REACH = 2**30  # of a rule: positions and it are added in int32
@@ -97,7 +96,8 @@ def ends_of_one_query(q: Any, k: Any, pattern: Any, offset: Tensor, key_lengths:
     if abs(reach.right) > MOST_REACH:
         return None
     behind, K = reach.right + 1, k.shape[rows]
-    ends = narrow(offset, -behind, K - behind) + behind
+    at = offset if offset.dtype == torch.int64 else offset.int()
+    ends = at.clamp(-behind, K - behind) + behind
     return ends if key_lengths is None else torch.minimum(ends, key_lengths)
 
 
