@@ -16,6 +16,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.entmax import calls
 from gossamer.memo import forget_all
+from tests.support.entered import entered
 
 N = 40
 MODES = {
@@ -148,3 +149,16 @@ def test_what_is_kept_is_bounded() -> None:
         gs.entmax_attention(x, x, x, causal=True)
     small, large = calls.known.values()
     assert 0 < small.bytes < calls.CHUNK_BYTES and large.bytes == 0 and large._kept is None
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"alpha": 2.0, "top_k": 8}], ids=str)
+def test_how_much_of_the_package_a_call_of_entmax_enters(options: dict[str, Any], gradient: bool) -> None:
+    """A repeated call on a CPU, arithmetic and all."""
+    x = [torch.randn(1, 4, 256, 32, requires_grad=gradient) for _ in range(3)]
+    gs.entmax_attention(*x, **options)
+    repeat = entered(lambda: gs.entmax_attention(*x, **options))
+    assert len(repeat.files) <= 10 and len(repeat.functions) <= 30, sorted(repeat.functions)
+    gs.topk_keys(*x[:2], k_keep=8)
+    keys = entered(lambda: gs.topk_keys(*x[:2], k_keep=8))
+    assert len(keys.files) <= 10 and len(keys.functions) <= 30, sorted(keys.functions)

@@ -166,16 +166,3 @@ def test_how_much_of_the_package_a_call_enters(gradient: bool) -> None:
     first, repeat = (entered(lambda: gs.attention(*x, gs.SlidingWindow(31))) for _ in range(2))
     assert len(first.files) <= 27 and len(first.functions) <= 168 + gradient, sorted(first.functions)
     assert len(repeat.files) <= 11 and len(repeat.functions) <= 28 + gradient, sorted(repeat.functions)
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"alpha": 2.0, "top_k": 8}], ids=str)
-def test_how_much_of_the_package_a_call_of_entmax_enters(options: dict[str, Any], gradient: bool) -> None:
-    """A repeated call on a CPU, arithmetic and all."""
-    x = [torch.randn(1, 4, 256, 32, requires_grad=gradient) for _ in range(3)]
-    gs.entmax_attention(*x, **options)
-    repeat = entered(lambda: gs.entmax_attention(*x, **options))
-    assert len(repeat.files) <= 10 and len(repeat.functions) <= 30, sorted(repeat.functions)
-    gs.topk_keys(*x[:2], k_keep=8)
-    keys = entered(lambda: gs.topk_keys(*x[:2], k_keep=8))
-    assert len(keys.files) <= 10 and len(keys.functions) <= 30, sorted(keys.functions)
