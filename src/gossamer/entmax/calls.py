@@ -24,11 +24,12 @@ from gossamer.entmax.options import Options
 from gossamer.entmax.ways import by_kernels
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
-from gossamer.patterns import Dense, Pattern
+from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.arguments import four_dimensional, of_batch
 from gossamer.torch.key import SIMPLE, Key, alignment, differentiable, facts, plain
+from gossamer.torch.request import DENSE
 from gossamer.torch.transforms import uncast
 
 # Lists are saved up to so many keys a row in the mean; larger supports are saved as normalisers.
@@ -36,7 +37,6 @@ MEAN_LISTED = 256
 NAMES_OF_LISTS = "list_keys", "list_weights", "list_counts"
 # Chunks are kept up to so many bytes; of larger calls they are little beside the arithmetic.
 CHUNK_BYTES = 2**18
-DENSE = Dense()
 
 known: Memo[Any] = Memo()  # calls, by their keys
 autocast_enabled = _C._is_any_autocast_enabled  # of a call that has no key, or of a backward

@@ -173,8 +173,10 @@ def attention(
         pattern = pattern_of(pattern)
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
-    if isinstance(q_offset, Tensor) and merge is key_starts is alibi_slopes is implementation is None:
-        ends = ends_of_one_query(q, k, pattern, q_offset, key_lengths, bshd)
+    if isinstance(q_offset, Tensor) and merge is None:
+        ends = ends_of_one_query(
+            q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, bshd
+        )  # fmt: skip
         if ends is not None:
             pattern, q_offset, key_lengths = DENSE, None, ends
     if deterministic is None:

@@ -70,12 +70,17 @@ class Growing(NamedTuple):
         return unbatched(out, lse, 4, self.bshd) if self.bshd else (out, lse)  # out of one query lies alike in both
 
 
-def ends_of_one_query(q: Any, k: Any, pattern: Any, offset: Tensor, key_lengths: Any, bshd: bool) -> Tensor | None:
+def ends_of_one_query(
+    q: Any, k: Any, pattern: Any, offset: Tensor, key_starts: Any, key_lengths: Any, alibi_slopes: Any,
+    implementation: Any, bshd: bool,
+) -> Tensor | None:  # fmt: skip
     """key_lengths (B,) that say all that the one query of each sequence sees; None where it goes the usual way.
 
     Args:
         offset: `q_offset`, a tensor.
     """
+    if not key_starts is alibi_slopes is implementation is None:
+        return None
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and offset.ndim == 1):
         return None
     rows = 1 if bshd else 2

@@ -326,8 +326,10 @@ def explain(
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     scaled = {"q": "scale, a tensor, is multiplied into it"} if q is not given else {}
-    if isinstance(q_offset, Tensor) and key_starts is alibi_slopes is implementation is None:
-        ends = ends_of_one_query(q, k, pattern, q_offset, key_lengths, is_bshd(layout))
+    if isinstance(q_offset, Tensor):
+        ends = ends_of_one_query(
+            q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, is_bshd(layout)
+        )
         if ends is not None:
             pattern, q_offset, key_lengths = None, None, ends
     reordered = pattern if isinstance(pattern, ReorderedCSR) else None

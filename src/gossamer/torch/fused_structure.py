@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,29 +102,28 @@ library.impl("block_lists", _block_lists, "CUDA")
 torch.library.register_fake("gossamer::block_lists", _fake_block_lists, lib=library)
 
 
-def _at_once(x: Tensor) -> bool:
-    """Whether kernels are launched here: the dispatcher, which modes and compilers need, takes as long as they do."""
-    return type(x) is Tensor and not recorded()
+def _run(function: Callable[..., Any], operator: Callable[..., Any], x: Tensor, *more: Any) -> Any:
+    """The function, which launches here, or its operator, which modes and compilers see.
+
+    Crossing the dispatcher takes as long as the launches.
+    """
+    return (function if type(x) is Tensor and not recorded() else operator)(x, *more)
 
 
 class _Kernels:
     """A `layouts.device.Fused` of tensors on a GPU."""
 
-    def block_lists(self, indices: Tensor, *more: Any) -> BlockLists:
-        function = _block_lists if _at_once(indices) else torch.ops.gossamer.block_lists.default
-        return BlockLists(*function(indices, *more))
+    def block_lists(self, *arguments: Any) -> BlockLists:
+        return BlockLists(*_run(_block_lists, torch.ops.gossamer.block_lists.default, *arguments))
 
-    def key_unions(self, indices: Tensor, *more: Any) -> KeyUnions:
-        function = _key_unions if _at_once(indices) else torch.ops.gossamer.key_unions.default
-        return KeyUnions(*function(indices, *more))
+    def key_unions(self, *arguments: Any) -> KeyUnions:
+        return KeyUnions(*_run(_key_unions, torch.ops.gossamer.key_unions.default, *arguments))
 
-    def interval_lists(self, lo: Tensor, *more: Any) -> IntervalLists:
-        function = _interval_lists if _at_once(lo) else torch.ops.gossamer.interval_lists.default
-        return IntervalLists(*function(lo, *more))
+    def interval_lists(self, *arguments: Any) -> IntervalLists:
+        return IntervalLists(*_run(_interval_lists, torch.ops.gossamer.interval_lists.default, *arguments))
 
-    def turned(self, lo: Tensor, *more: Any) -> Bounds:
-        function = _turned_intervals if _at_once(lo) else torch.ops.gossamer.turned_intervals.default
-        return Bounds(*function(lo, *more))
+    def turned(self, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
+        return Bounds(*_run(_turned_intervals, torch.ops.gossamer.turned_intervals.default, lo, hi, columns))
 
 
 kernels = _Kernels()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.particles.triton.order_kernels import larger, length, position, smaller
+from gossamer.kernels.extremes import larger, smaller
+from gossamer.particles.triton.order_kernels import length, position
 
 
 @triton.jit
