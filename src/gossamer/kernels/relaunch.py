@@ -7,8 +7,10 @@ so a bound step passes addresses and numbers alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from threading import local
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -225,29 +227,59 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     return quick
 
 
+class Launched(NamedTuple):
+    """A launch of `at_once`."""
+
+    run: Callable[..., None]
+    arguments: tuple[Any, ...]  # tensors and numbers
+    by_address: bool  # `run` takes addresses of tensors
+
+    def __call__(self) -> None:
+        """Launch it."""
+        by_address = self.by_address
+        self.run(*[x.data_ptr() if by_address and isinstance(x, torch.Tensor) else x for x in self.arguments])
+
+
+_thread = local()
+
+
+@contextmanager
+def launching(through: Callable[[Launched], None]) -> Iterator[None]:
+    """Within it each launch of this thread by `at_once` is left to a function."""
+    before = getattr(_thread, "through", None)
+    _thread.through = through
+    try:
+        yield
+    finally:
+        _thread.through = before
+
+
 def at_once(function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """`function[grid]`, which Triton looks up for the first of equal launches alone: the others take a fraction.
 
     Equal are those of the same numbers, and of tensors of the same types and alignment.
     """
-    if knobs.runtime.interpret:
-        interpreted: Callable[..., None] = function[grid]
-        return interpreted
 
     def run(*arguments: Any, **named: Any) -> None:
-        facts: list[Any] = []
-        given: list[Any] = []
-        for x in arguments + tuple(map(named.pop, _names(function)[len(arguments) :])):
-            if isinstance(x, torch.Tensor):
-                address = x.data_ptr()
-                given.append(address)
-                facts += x.dtype, address % ALIGNMENT == 0
-            else:
-                given.append(x)
-                facts.append(x)
-        _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(named.items()))(*given)
+        given = arguments + tuple(map(named.pop, _names(function)[len(arguments) :]))
+        by_address = not knobs.runtime.interpret
+        found = _found(function, grid, given, named) if by_address else partial(function[grid], **named)
+        launched, through = Launched(found, given, by_address), getattr(_thread, "through", None)
+        launched() if through is None else through(launched)
 
     return run
+
+
+def _found(
+    function: Any, grid: tuple[int, ...], given: tuple[Any, ...], options: dict[str, Any]
+) -> Callable[..., None]:
+    facts: list[Any] = []
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            facts += x.dtype, x.data_ptr() % ALIGNMENT == 0
+        else:
+            facts.append(x)
+    return _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(options.items()))
 
 
 @lru_cache

@@ -31,6 +31,7 @@ from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
+from gossamer.torch.repeated import by_structure
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.request import DENSE, Request, request_of, resolve_pattern
 from gossamer.torch.scale import with_number
@@ -200,7 +201,8 @@ def attention(
         deterministic, layout,
     )  # fmt: skip
     if merge is None:
-        out, lse = _run(request_of(q, k, v, pattern, options, vectors), key)
+        found = None if compiling or key is not None else by_structure(q, k, v, pattern, options, vectors)
+        out, lse = _run(request_of(q, k, v, pattern, options, vectors), key) if found is None else found
     else:
         out, lse = _merged(q, k, v, pattern, merge, options)
     return (out, lse) if return_lse else out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NoReturn, cast
@@ -42,12 +42,41 @@ MOST_TEXTS = 512
 _numbers = count(1)
 
 
-def bind(prepared: Prepared, device: torch.device, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    """The function that runs a launch, from its `parameters` in order to its results; some may be of no use to it."""
+def bind(
+    prepared: Prepared, device: torch.device, parameters: tuple[str, ...], made: bool = False
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The function that runs a launch, from its `parameters` in order to its results; some may be of no use to it.
+
+    Args:
+        made: each call makes the arrays of the layout, which follow the parameters in its order.
+    """
     if device.type != "cuda":
-        return _Writer(prepared, device).function(parameters)
+        return _Writer(prepared, device, made).function(parameters)
     with torch.cuda.device(device):  # for which kernels are compiled
-        return _Writer(prepared, device).function(parameters)
+        return _Writer(prepared, device, made).function(parameters)
+
+
+def on_device(body: list[str], scope: dict[str, Any], device: torch.device) -> list[str]:
+    """The lines of a function that run on a device, whichever is the current one."""
+    if device.type != "cuda":
+        return body
+    # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
+    # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
+    scope |= {"current": torch.cuda.current_device, "change_to": torch.cuda.set_device, "here": device.index}
+    return [
+        "before = current()",
+        "if before != here: change_to(here)",
+        "try:",
+        *(f"    {line}" for line in body),
+        "finally:",
+        "    if before != here: change_to(before)",
+    ]
+
+
+def written(body: list[str], parameters: Iterable[str], scope: dict[str, Any]) -> Callable[..., Any]:
+    """The function of these lines, which closes over the names in `scope`."""
+    lines = [f"def make({', '.join(scope)}):", f"    def call({', '.join(parameters)}):", *(f"        {x}" for x in body)]
+    return _compiled("\n".join([*lines, "    return call", ""]))(**scope)
 
 
 def kernel_of(kernel: Kernel) -> Callable[..., Any]:
@@ -62,8 +91,10 @@ def kernel_of(kernel: Kernel) -> Callable[..., Any]:
 class _Writer:
     """Writes the function of one launch."""
 
-    def __init__(self, prepared: Prepared, device: torch.device) -> None:
-        self.launch, self.layout, self.device = prepared.launch, prepared.layout, device
+    def __init__(self, prepared: Prepared, device: torch.device, made: bool) -> None:
+        self.launch, self.device = prepared.launch, device
+        self.layout = {} if made else prepared.layout
+        self.made = tuple(prepared.layout) if made else ()
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}  # what the function closes over
         self.names: dict[str, str] = {}  # of arrays that exist at this point, in the text
@@ -71,7 +102,8 @@ class _Writer:
         self.last: dict[str, int] = {}  # the last step that uses an array of a call
 
     def function(self, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
-        self.names = {name: name for name in parameters}
+        self.names = {name: name for name in parameters} | {name: _plain(name) for name in self.made}
+        given = tuple(self.names.values())
         self._find_last_uses()
         pooled = self._pooled()
         for at, step in enumerate(self.launch.steps):
@@ -83,25 +115,11 @@ class _Writer:
         if pooled:
             self.lines.append("if workspace is not None: leave(workspace)")
         self.lines.append(f"return ({results})")
-        body, given = self.lines, ", ".join(parameters)
+        body = self.lines
         if any(isinstance(view, View) for view in self.launch.views.values()):
             self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
             body = ["with below_autograd():", *(f"    {line}" for line in body)]
-        if self.device.type == "cuda":
-            # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
-            # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
-            self.scope |= {"current": torch.cuda.current_device, "change_to": torch.cuda.set_device}
-            self.scope["here"] = self.device.index
-            body = [
-                "before = current()",
-                "if before != here: change_to(here)",
-                "try:",
-                *(f"    {line}" for line in body),
-                "finally:",
-                "    if before != here: change_to(before)",
-            ]
-        lines = [f"def make({', '.join(self.scope)}):", f"    def call({given}):", *(f"        {x}" for x in body)]
-        call = _compiled("\n".join([*lines, "    return call", ""]))(**self.scope)
+        call = written(on_device(body, self.scope, self.device), given, self.scope)
         # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.
         call.layout = tuple(self.layout.values())  # type: ignore[attr-defined]
         return call

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.checks import raise_first
+from gossamer.kernels.contract import Implementation
 from gossamer.kernels.launch import (
     INPUTS,
     NO_VECTORS,
@@ -40,6 +41,7 @@ from gossamer.torch.arguments import Arguments, check_mask, four_dimensional, is
 from gossamer.torch.bind import bind
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.key import Key, alignment, plain
+from gossamer.torch.mask_layouts import dense_of
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
@@ -53,6 +55,7 @@ from gossamer.torch.planning import (
     scoring_of,
     select_layout,
 )
+from gossamer.torch.recording import record
 from gossamer.torch.request import Request, ResolvedPattern
 
 MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
@@ -74,12 +77,20 @@ def call_of(request: Request, key: Key | None = None) -> Call:
         found = known.get(key)
         if found is not None:
             return found
-    kind = EmptyCall if is_empty(request.arguments) else DataCall if request.attended.data else Call
-    call = kind(request)
+    call = _kind_of(request)(request)
     dims, bshd = request.arguments.dims, request.arguments.bshd
     turned = as_given and (bshd or dims != 4)
     known.put(key, Unbatched(call, dims, bshd) if turned else call, call.bytes)
     return call
+
+
+def _kind_of(request: Request) -> type[Call]:
+    a, attended = request.arguments, request.attended
+    if is_empty(a):
+        return EmptyCall
+    if not attended.data:
+        return Call
+    return MadeCall if a.made and a.counted else DataCall
 
 
 class Unbatched(NamedTuple):
@@ -137,7 +148,7 @@ class Call:
             check_distances(a, self.scoring, attended.handle)
         check_sizes(a, attended.handle)
         self.differentiable, self.device = a.backward, a.q.device
-        self.attended = attended._replace(data=(), alive=None, made_from=None)
+        self.attended = attended._replace(data=(), alive=None, made_from=None, again=None)
         # A call that is kept must keep no tensor of the user alive.
         self.options = a._replace(q=None, k=None, v=None, key_lengths=None, sink_logits=None, alibi_slopes=None)  # type: ignore[arg-type]
         self.bytes = 0
@@ -178,30 +189,33 @@ class Call:
         self, kept: Memo[Bound], given: DataLayout | None, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
         v: Tensor, out: Tensor, lse: Tensor, *vectors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        # Hooks on saved tensors (offloading, say) may return them with other strides than in the forward.
-        key = (
-            given and self, dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(),
-            out.stride(), lse.stride(), alignment(dout, q, k, v, out, lse),
-            *[x is not None and (x.stride(), alignment(x)) for x in (dlse, *vectors)],
-        )  # fmt: skip
+        key = given and self, *strides_of(dout, dlse, q, k, v, out, lse, *vectors)
         run = kept.get(key)
         if run is None:
-            names, tensors = (*INPUTS["backward"], *self._vectors), (dout, dlse, q, k, v, out, lse, *vectors)
-            operands = {n: operand_of(x) for n, x in zip(names, tensors, strict=True) if x is not None}
-            run = kept.put(key, self._bound("backward", operands, given))
+            run = kept.put(key, self._bound("backward", operands_of(dout, dlse, q, k, v, out, lse, *vectors), given))
         if q.is_cuda and self._outlasts(given) and is_current_stream_capturing():
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *vectors)
 
     def _bound(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None = None) -> Bound:
         """The function of a launch, for tensors that lie as the operands do."""
-        made = results_in_bshd(direction, operands) if self.options.bshd else {}
-        operands = operands | made
-        make = partial(self._prepared, direction, operands, given)
+        own = self._own_results(direction, operands)
+        make = partial(self._prepared, direction, operands | own, given)
         prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._outlasts(given) else make()
-        wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and "sink_logits" in operands))
-        assert prepared.launch.results == wanted, f"a launch must give {wanted}, not {prepared.launch.results}"
-        return bind(with_own(prepared, made) if made else prepared, self.device, (*INPUTS[direction], *self._vectors))
+        return self._function(direction, prepared, own)
+
+    def _own_results(self, direction: Direction, operands: dict[str, Operand]) -> dict[str, Operand]:
+        return results_in_bshd(direction, operands) if self.options.bshd else {}
+
+    def _function(
+        self, direction: Direction, prepared: Prepared, own: dict[str, Operand], made: bool = False
+    ) -> Bound:  # fmt: skip
+        """The function of what was prepared; `made` as in `bind`."""
+        results, sinks = prepared.launch.results, "sink_logits" in prepared.launch.arguments
+        wanted = (*RESULTS[direction], *("dsink_logits",) * (direction == "backward" and sinks))
+        assert results == wanted, f"a launch must give {wanted}, not {results}"
+        parameters = (*INPUTS[direction], *self._vectors)
+        return bind(with_own(prepared, own) if own else prepared, self.device, parameters, made)
 
     def _outlasts(self, given: DataLayout | None) -> bool:
         """Whether later calls may use a launch: not if its data lie in buffers that a compiled graph uses again."""
@@ -222,6 +236,24 @@ class Call:
         else:
             implementation, layout = given.selected
         return implementation.prepare(plan.problem, layout, direction, self.scoring, operands)
+
+
+def strides_of(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *vectors: Tensor | None,
+) -> Key:  # fmt: skip
+    """What tells backwards of a call apart: hooks on saved tensors (offloading, say) may change their strides."""
+    return (
+        dout.stride(), dlse is not None and dlse.stride(), q.stride(), k.stride(), v.stride(), out.stride(),
+        lse.stride(), alignment(dout, q, k, v, out, lse),
+        *[x is not None and (x.stride(), alignment(x)) for x in (dlse, *vectors)],
+    )  # fmt: skip
+
+
+def operands_of(*tensors: Tensor | None) -> dict[str, Operand]:
+    """What a launch is told of the tensors of a backward, the vectors behind them, by name."""
+    names = (*INPUTS["backward"], *VECTORS)
+    return {n: operand_of(x) for n, x in zip(names, tensors, strict=False) if x is not None}
 
 
 class DataCall(Call):
@@ -254,6 +286,71 @@ class DataCall(Call):
     def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
         a = self.options
         return data_layout(plan, q, k, data, self.attended.geometry, counted=a.counted, made=a.made)
+
+
+class MadeCall(DataCall):
+    """A call whose layout was made for it alone: work items follow from its arrays as they did the first time."""
+
+    def _start(self, request: Request) -> None:
+        super()._start(request)
+        self._forward: Bound | None = None
+        self._backwards = Memo(MOST_BACKWARDS)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *more: Any
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """(out, lse), without a gradient."""
+        run = self._forward
+        if run is None:
+            _, data = vectors_and_data(more)
+            run = self._remade("forward", self._operands, data)
+            if run is None:
+                return super().forward(q, k, v, *more)
+            self._forward = run
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(run)
+        return run(q, k, v, *more)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        *more: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        key = strides_of(dout, dlse, q, k, v, out, lse, *more[: len(VECTORS)])
+        run = self._backwards.get(key)
+        if run is None:
+            vectors, data = vectors_and_data(more)
+            run = self._remade("backward", operands_of(dout, dlse, q, k, v, out, lse, *vectors), data)
+            if run is None:
+                return super().backward(dout, dlse, q, k, v, out, lse, *more)
+            self._backwards.put(key, run)
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(run)
+        return run(dout, dlse, q, k, v, out, lse, *more)
+
+    def _remade(self, direction: Direction, operands: dict[str, Operand], data: tuple[Tensor, ...]) -> Bound | None:
+        """The function of a launch and of what it reads, which it makes of a layout's arrays; None where it cannot."""
+        own, plan = self._own_results(direction, operands), self.plan if direction == "forward" else self.plan.gradient
+        implementation, geometry = cast(Implementation, plan.implementations[0]), self.attended.geometry
+        prepared: list[Prepared] = []
+
+        def make() -> list[Any]:
+            layout: Any = layout_from(list(data), geometry)
+            layout = dense_of(layout.rows) if implementation.layout == "dense" else layout
+            prepared.append(implementation.prepare(plan.problem, layout, direction, self.scoring, operands | own))
+            return list(prepared[0].layout.values())
+
+        again = record(make, data, self.device).again
+        if again is None:
+            return None
+        run, first = self._function(direction, prepared[0], own, made=True), len(INPUTS[direction]) + len(VECTORS)
+        if all(isinstance(x, Tensor) for x in prepared[0].layout.values()):
+            return lambda *given: run(*given[:first], *again(*given[first:]))
+        at = INPUTS[direction].index("q")  # one function of the layout, which keeps what it reads there with the layout
+
+        def of_object(*given: Any) -> tuple[Tensor, ...]:
+            return run(*given[:first], self._data_layout(plan, given[at], given[at + 1], given[first:]).selected.layout)
+
+        return of_object
 
 
 class EmptyCall(Call):

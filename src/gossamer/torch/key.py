@@ -6,6 +6,9 @@ key as it is (numbers of numpy, sinks of 16 bits, masks), is a request made (`to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -49,9 +52,24 @@ def plain(*tensors: Tensor | None) -> bool:
     )
 
 
+_thread = local()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Within it one more mode of this thread, which only watches, does not count for `recorded`."""
+    before = getattr(_thread, "watching", 0)
+    _thread.watching = before + 1
+    try:
+        yield
+    finally:
+        _thread.watching = before
+
+
 def recorded() -> bool:
     """Whether calls are written down to be run later, on memory that a compiler takes again without counting that."""
-    return torch.compiler.is_compiling() or _dispatch_modes() > 0 or _interpreter() is not None or _traced() is not None
+    modes = _dispatch_modes() - getattr(_thread, "watching", 0)
+    return torch.compiler.is_compiling() or modes > 0 or _interpreter() is not None or _traced() is not None
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> bool:

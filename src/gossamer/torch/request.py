@@ -23,6 +23,7 @@ from gossamer.torch.block_mask import layout_for
 from gossamer.torch.given_layouts import Given, arrays_of, at_offset_of, geometry_of
 from gossamer.torch.key import Key, alignment, plain
 from gossamer.torch.memory import outlasting
+from gossamer.torch.recording import Remade
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
@@ -45,6 +46,7 @@ class ResolvedPattern(NamedTuple):
     geometry: tuple[int, ...] = ()  # of a layout: see `given_layouts.geometry_of`
     alive: Any = None  # what must live as long as the handle is used
     made_from: Callable[[], str] | None = None  # where the layout was made on the device: what from, in words
+    again: Remade | None = None  # and how `data` are made of the next tensors
 
 
 class Request(NamedTuple):
@@ -88,29 +90,31 @@ class Request(NamedTuple):
 
 
 def request_of(
-    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()] | None = None
-) -> Request:
+    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()] | None = None,
+    repeats: bool = False,
+) -> Request:  # fmt: skip
     """The request of a call of `attention`, whose sizes and values are checked later.
 
     Args:
         vectors: those among the options, where `vectors_of` made them already; empty for none.
+        repeats: whether calls like it follow, for which `ResolvedPattern.again` is wanted.
 
     Raises:
         ValueError: an argument is of a type that nothing accepts.
     """
     o = coerced(q, options, vectors)
     a = arguments_of(q, k, v, o)
-    source = None
+    source = again = None
     if asks_for_structure(pattern, o.q_offset, o.key_starts):
         if is_handle(pattern) and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
         read = pattern.tensors if isinstance(pattern, Structure) else ()
         tensors = (q, k, v, o.key_starts, o.key_lengths, a.q_offset_tensor, *read)
         eager = not torch.compiler.is_compiling() and plain(*tensors)
-        a, pattern, source = structured(a, pattern, o.key_starts, eager)
+        a, pattern, source, again = structured(a, pattern, o.key_starts, eager, repeats and eager)
     elif isinstance(pattern, (BlockLayout, GatherLayout)):
         a = at_offset_of(pattern, a)
-    return Request(a, resolve_pattern(pattern, a.q)._replace(made_from=source))
+    return Request(a, resolve_pattern(pattern, a.q)._replace(made_from=source, again=again))
 
 
 def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:

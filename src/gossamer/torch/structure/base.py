@@ -66,6 +66,11 @@ class Structure(ABC):
         return (self,)
 
     @property
+    def facts(self) -> tuple[Any, ...]:
+        """What is said beside its tensors, which tells structures apart."""
+        return type(self), len(self.tensors), self.block, self.rule
+
+    @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
@@ -169,6 +174,10 @@ class Joined(Structure):
     @property
     def terms(self) -> tuple[Structure, ...]:
         return self._terms
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        return *(term.facts for term in self._terms), self.rule
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,6 +92,10 @@ class DocumentIds(Structure):
         if self.by_edges:
             return f"DocumentIds.from_cu_seqlens({tuple(self.ids.shape)}, {self.length})"
         return f"DocumentIds({tuple(self.ids.shape)})"
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        return *super().facts, self.by_edges, self.length
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

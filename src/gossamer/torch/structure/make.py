@@ -18,8 +18,9 @@ from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.arguments import Arguments, cast_type, describe, validate
-from gossamer.torch.given_layouts import Given, layout_from
+from gossamer.torch.given_layouts import Given, arrays_of, layout_from
 from gossamer.torch.planning import chip_of, problem_of
+from gossamer.torch.recording import Remade, record
 from gossamer.torch.structure.base import Positions, Sizes, Structure, rule_of
 from gossamer.torch.structure.groups import ALONE, group_of
 from gossamer.torch.structure.inputs import Inputs, Tile, check_vectors, layout_of
@@ -40,15 +41,19 @@ class Structured(NamedTuple):
     arguments: Arguments  # without what the layout holds: offsets and lengths
     layout: Given
     source: Callable[[], str] | None = None  # what it was made from, in words
+    again: Remade | None = None  # its arrays, made of the structure's tensors and of the vectors
 
 
-def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: bool) -> Structured:
+def structured(
+    a: Arguments, pattern: Any, key_starts: Tensor | None, eager: bool, repeats: bool = False
+) -> Structured:  # fmt: skip
     """The layout of a call, and its arguments without what the layout holds.
 
     Args:
         pattern: a `Structure`, a pattern that goes by positions, or None.
         key_starts: (B,), or None.
         eager: whether all tensors are plain, and what is checked may be known by their shapes and types.
+        repeats: whether calls like it follow, for which `Structured.again` is wanted.
 
     Raises:
         ValueError: an argument is wrong.
@@ -101,13 +106,24 @@ def structured(a: Arguments, pattern: Any, key_starts: Tensor | None, eager: boo
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
+    again = None
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
-        layout = layout_of(inputs, tile, transpose)
+        if repeats:
+            made: list[Given] = []
+
+            def arrays() -> list[Tensor]:
+                made.append(layout_of(inputs, tile, transpose))
+                return arrays_of(made[0])
+
+            again, (layout,) = record(arrays, inputs.tensors, a.q.device).again, made
+        else:
+            layout = layout_of(inputs, tile, transpose)
     if compiling:
         return Structured(rest, layout)
     given = {"q_offset": offset, "key_starts": key_starts, "key_lengths": a.key_lengths}
-    return Structured(rest, layout, partial(_in_words, structure, [n for n, x in given.items() if x is not None]))
+    source = partial(_in_words, structure, [n for n, x in given.items() if x is not None])
+    return Structured(rest, layout, source, again)
 
 
 def _in_words(structure: Structure, vectors: list[str]) -> str:
