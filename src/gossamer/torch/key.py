@@ -68,8 +68,10 @@ def unseen() -> Iterator[None]:
 
 def recorded() -> bool:
     """Whether calls are written down to be run later, on memory that a compiler takes again without counting that."""
+    if torch.compiler.is_compiling():
+        return True
     modes = _dispatch_modes() - getattr(_thread, "watching", 0)
-    return torch.compiler.is_compiling() or modes > 0 or _interpreter() is not None or _traced() is not None
+    return modes > 0 or _interpreter() is not None or _traced() is not None
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> bool:
