@@ -21,7 +21,7 @@ import pytest
 # Seconds of a test of each function, kernels uncompiled: what `scripts/gpu_test.py --write` wrote.
 SECONDS = Path(__file__).parent / "data" / "gpu_seconds.json"
 NEW = 5.0  # of one that is not among them
-RUN = 20.0  # seconds of tests that are dealt together
+RUN = 20.0  # seconds at most of tests that are dealt together
 COMPILED = "compiled %s %s in %.1f s"  # what the stores of kernels log
 
 
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (file, _), same in groupby((x for x in items if x.get_closest_marker("gpu")), _parameters):
         tests = list(same)
         seconds = sum(known.get(item.nodeid.partition("[")[0], NEW) for item in tests)
-        if file == last and runs[-1][0] < RUN:
+        if file == last and runs[-1][0] + seconds <= RUN:
             runs[-1] = runs[-1][0] + seconds, runs[-1][1] + tests
         else:
             runs.append((seconds, tests))

@@ -255,8 +255,9 @@ def small(N: int, E: int, storage: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("storage", ["BHND", "BNHD", "shifted"])
-@pytest.mark.parametrize("E", [D, 2 * D])
+@pytest.mark.parametrize(
+    ("E", "storage"), [(D, "BHND"), (D, "BNHD"), (D, "shifted"), (2 * D, "BHND")], ids=str
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "N", "pattern"),
     [
