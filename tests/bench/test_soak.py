@@ -159,7 +159,7 @@ def test_calls_of_each_family_run_clean(family: str, capsys: pytest.CaptureFixtu
 def test_calls_of_each_family_run_clean_on_a_gpu(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     import soak
 
-    given = ["--family", family, "--calls", "10", "--workers", "0", "--device", "cuda"]
+    given = ["--family", family, "--calls", "6", "--workers", "0", "--device", "cuda"]
     assert soak.main(given) == 0, capsys.readouterr().out
 
 
