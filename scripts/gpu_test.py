@@ -2,6 +2,7 @@
 
 python scripts/gpu_test.py                    # as many processes as cores
 python scripts/gpu_test.py --keep FOLDER      # the lines of each test, and the output of pytest
+python scripts/gpu_test.py --write            # and the order of tests by the seconds they took, kernels uncompiled
 
 The shipped Hopper kernels are compiled first; then torch and JAX run side by side, on one GPU. Kernels are kept in
 $GOSSAMER_CACHE_DIR and $TRITON_CACHE_DIR, so a second run compiles nothing. The exit code is 1 where a test
@@ -18,24 +19,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SECONDS = ROOT / "tests" / "support" / "data" / "gpu_seconds.json"  # by which tests/support/gpu_report.py orders tests
 
 
 def command(processes: int, *more: str) -> list[str]:
     """The command of pytest for a suite."""
     return [
-        *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"),
+        *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes)),
+        *("--dist", "loadgroup", "--no-loadscope-reorder"),
         *("-p", "tests.support.gpu_report", "--tb=short", "-p", "no:cacheprovider", *more),
     ]  # fmt: skip
 
 
 def suites(processes: int) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Each suite's command and environment: JAX, which has few tests, gets a sixth of the processes."""
-    of_jax = max(1, processes // 6)
+    """Each suite's command and environment: JAX, which has few tests, gets an eighth of the processes."""
+    of_jax = max(1, processes // 8)
     return {
         "torch": (command(processes - of_jax, "tests", "--ignore", "tests/jax", "--ignore", "tests/cosmos"), {}),
         "jax": (
@@ -48,6 +52,15 @@ def suites(processes: int) -> dict[str, tuple[list[str], dict[str, str]]]:
 def tests_of(folder: Path) -> list[dict[str, Any]]:
     """What the processes of a suite wrote, a line a test."""
     return [json.loads(line) for path in folder.glob("tests-*.jsonl") for line in path.read_text().splitlines()]
+
+
+def write_seconds(tests: list[dict[str, Any]]) -> None:
+    """Write how long a test of each function took."""
+    took: dict[str, list[float]] = defaultdict(list)
+    for test in tests:
+        took[test["id"].partition("[")[0]].append(test["seconds"])
+    means = {name: round(fmean(seconds), 1) for name, seconds in sorted(took.items())}
+    SECONDS.write_text(json.dumps(means, indent=1) + "\n")
 
 
 def summary(name: str, tests: list[dict[str, Any]], code: int | None) -> list[str]:
@@ -72,6 +85,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)) + 2, help="processes")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which what still runs is stopped")
     parser.add_argument("--keep", type=Path, help="a folder for what the processes wrote")
+    parser.add_argument("--write", action="store_true", help="write the seconds by which tests are ordered")
     given = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -99,6 +113,8 @@ def main() -> int:
             print(f"  {took[name]:.0f} s")
             if codes[name]:
                 print((folder / f"{name}.log").read_text()[-1500:])
+        if given.write:
+            write_seconds([test for name in running for test in tests_of(folder / name)])
     print(f"{time.monotonic() - start:.0f} s in all")
     return int(any(code != 0 for code in codes.values()))
 

@@ -206,7 +206,7 @@ def test_a_sweep_goes_on_when_a_process_that_compiles_ends(monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore")  # of the peers: refused backends, deprecations inside torch's compiler
 def test_a_case_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    done = runner.invoke(app, ["bench", "window", "bigbird", "--peers", "--budget", "0.02", "--out", str(out)])
+    done = runner.invoke(app, ["bench", "window", "--peers", "--budget", "0.02", "--out", str(out)])
     assert done.exit_code == 0, done.output
     rows = read_records(out)
     for row in rows:

@@ -24,7 +24,7 @@ from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.table import NAMES as IMPLEMENTATIONS
 from gossamer.plan.table import available, load
 from gossamer.testing import inputs, tolerance
-from gossamer.testing.cases import SMALL, Case
+from gossamer.testing.cases import LOW, SMALL, Case
 from gossamer.torch.mask_layouts import packed_mask_of
 from tests.support import launches
 from tests.support.exact import NAMES, Exact, exact_of, no_gpu, within_nan
@@ -39,17 +39,35 @@ def implementation_of(name: str) -> Implementation:
     return found
 
 
+IN_EVERY_TYPE = ("window", "all_terms")
+WITH_KERNELS = ("small", "hopper", "triton")
+
+
+def turns(name: str, at: int, case: Case, dtypes: frozenset[str]) -> set[str]:
+    """The types in which a GPU computes the case at a place of the list: one of `dtypes`, by turns, or all.
+
+    Of kernels each type is another compilation, which takes longer than all that a case computes.
+    """
+    low = [dtype for dtype in LOW if dtype in dtypes]
+    if name not in WITH_KERNELS or case.name in IN_EVERY_TYPE:
+        return set(low)
+    return {low[at % len(low)]}
+
+
 def parameters() -> Iterator[Any]:
     """Every implementation of the table on its devices; elsewhere a few cases hold what it says when it refuses."""
     for name in IMPLEMENTATIONS:
-        devices = implementation_of(name).capability.devices
-        for case in SMALL:
+        capability = implementation_of(name).capability
+        devices = capability.devices
+        for at, case in enumerate(SMALL):
+            some = turns(name, at, case, capability.dtypes)
             for dtype in case.dtypes:
                 # The low precisions take the same path on a CPU; a few cases hold them.
                 few = case.name in ("window", "per_head", "all_terms", "empty_rows")
                 if dtype in ("float32", "float64") or few if "cpu" in devices else "smoke" in case.tags:
                     yield pytest.param(name, case, dtype, "cpu", id=f"{name}-cpu-{dtype}-{case.name}")
-                if "cuda" in devices and name != "reference":  # which is what the others are compared with
+                on_gpu = dtype in some or dtype not in LOW or dtype not in capability.dtypes
+                if "cuda" in devices and on_gpu and name != "reference":  # which the others are compared with
                     marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])]
                     yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
 
@@ -61,12 +79,17 @@ def gathering() -> Iterator[Any]:
         widest = max((choice.max_head_dim or inf for choice in choices), default=0)
         device = "cpu" if any("cpu" in choice.devices for choice in choices) else "cuda"
         marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])] if device == "cuda" else []
-        dtypes = {"bfloat16", "float32", *(["float64"] if device == "cpu" else [])}
-        for case in (c for c in SMALL if max(c.D, c.E) <= widest):
-            for dtype in sorted(dtypes.intersection(case.dtypes)):
-                for rows in sorted({1, 64}.intersection(choice.block_q for choice in choices)):
-                    at = f"{name}/{rows}"
-                    yield pytest.param(at, case, dtype, device, id=f"{at}-{device}-{dtype}-{case.name}", marks=marks)
+        dtypes = frozenset({"bfloat16", "float32", *(["float64"] if device == "cpu" else [])})
+        for at, case in enumerate(c for c in SMALL if max(c.D, c.E) <= widest):
+            for rows in sorted({1, 64}.intersection(choice.block_q for choice in choices)):
+                read = frozenset().union(*(choice.dtypes for choice in choices if choice.block_q == rows))
+                # The two sizes of groups have different types in turn.
+                some = dtypes if device == "cpu" else turns(name, at + rows % 2, case, read & dtypes)
+                for dtype in sorted((dtypes - read | some).intersection(case.dtypes)):
+                    at_rows = f"{name}/{rows}"
+                    yield pytest.param(
+                        at_rows, case, dtype, device, id=f"{at_rows}-{device}-{dtype}-{case.name}", marks=marks
+                    )
 
 
 def problem_for(implementation: Implementation, case: Case, dtype: str, device: str) -> Problem:

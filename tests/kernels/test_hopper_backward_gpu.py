@@ -21,8 +21,8 @@ from gossamer.torch.bind import bind
 from tests.support import launches
 from tests.support.hopper_backward_cases import (
     ON_HOPPER,
-    SIZES,
     TILES,
+    TYPES,
     build,
     compare,
     prepare,
@@ -35,8 +35,7 @@ pytestmark = ON_HOPPER
 
 
 class TestBackward:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("D", SIZES)
+    @pytest.mark.parametrize(("D", "dtype"), TYPES, ids=str)
     def test_head_sizes_and_mask_modes(self, D: int, dtype: torch.dtype) -> None:
         for layout, *heads in small(D):
             compare(layout, *heads, D, dtype=dtype)
@@ -87,7 +86,10 @@ class TestBackward:
     @pytest.mark.parametrize("D", [64, 96, 128, 256])
     @pytest.mark.parametrize("tile", TILES, ids=str)
     def test_tiles(self, tile: tuple[int, int], D: int) -> None:
-        """Every tile that the capability lists: mask modes, ragged edges, layouts by head, split columns, no tiles."""
+        """Every tile that the capability lists: mask modes, ragged edges, layouts by head, split columns, no tiles.
+
+        Soft caps and the other type have kernels of their own: one narrow and one wide head size has them.
+        """
         problem = Problem(1, 4, 2, 700, 700, D, D, "bfloat16", "cuda", 90, backward=True, tile=tile)
         if why := reasons(problem, IMPLEMENTATION.capability):
             pytest.skip(why[0])
@@ -97,7 +99,8 @@ class TestBackward:
         for pattern in (SlidingWindow(150, 40), BigBird(64), Causal(), ~Dense(), PerHead([Causal(), Dense()] * 2)):
             compare(pattern.layout(640, 640, **blocks), 1, 4, 2, D)
         compare(from_dense(mask, **blocks), 2, 4, 2, D, with_dlse=True)
-        compare(from_dense(mask, **blocks), 1, 4, 2, D, softcap=5.0, dtype=torch.float16)
+        if D in (96, 256):
+            compare(from_dense(mask, **blocks), 1, 4, 2, D, softcap=5.0, dtype=torch.float16)
         compare(Causal().layout(333, 900, **blocks), 1, 4, 2, D, split=3)
         compare(SlidingWindow(300).layout(5, 900, **blocks), 1, 4, 2, D)
 
@@ -110,14 +113,17 @@ class TestBackward:
 
     @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
     def test_key_lengths(self, D: int) -> None:
-        """Ends within a tile of each mask mode, at the edge of one, after the first key, and before it."""
+        """Ends within a tile of each mask mode, at the edge of one, after the first key, and before it.
+
+        In every tile for one narrow and one wide head size, each of which has kernels of its own.
+        """
         for layout, B, H, G in small(D):
             for ends in ((layout.K - 90, 0), (128, 1), (300, layout.K), (65, 64)):
                 lengths = torch.tensor(ends[:B], device="cuda")
                 compare(layout, B, H, G, D, key_lengths=lengths, with_dlse=True)
         lengths = torch.tensor([450, 70], device="cuda", dtype=torch.int32)
         compare(scattered((1, 1, 1664, 640), 0.2, D), 2, 4, 2, D, split=2, key_lengths=lengths)
-        for tile in TILES:
+        for tile in TILES if D in (96, 256) else ():
             problem = Problem(1, 4, 2, 700, 700, D, D, "bfloat16", "cuda", 90, backward=True, tile=tile)
             if not reasons(problem, IMPLEMENTATION.capability):
                 for pattern in (BigBird(32), SlidingWindow(150, 40)):

@@ -13,7 +13,7 @@ from gossamer.kernels.row_formulas import row_terms
 from gossamer.patterns import BigBird, Causal, SlidingWindow
 from gossamer.testing import tolerance
 from gossamer.torch.bind import bind
-from tests.support.hopper_backward_cases import ON_HOPPER, SIZES, Call, build, prepare, scattered, small
+from tests.support.hopper_backward_cases import ON_HOPPER, TYPES, Call, build, prepare, scattered, small
 from tests.support.launches import forward
 
 pytestmark = ON_HOPPER
@@ -87,8 +87,7 @@ class TestPieces:
                 want[0, head, 128 * tile : 128 * tile + 128] += parts[slot]
         assert torch.equal(result, (0.5 * want[:, :, :300]).bfloat16())
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("D", SIZES)
+    @pytest.mark.parametrize(("D", "dtype"), TYPES, ids=str)
     def test_dq_by_rows(self, D: int, dtype: torch.dtype) -> None:
         for layout, *heads in small(D):
             self.by_rows(prepare(layout, *heads, D, dtype=dtype, with_dlse=True))

@@ -104,7 +104,7 @@ class TestOnGpu:
     def test_numbers(self, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         draw = random.Random(part)
         torch.manual_seed(part)
-        for _ in range(10):
+        for _ in range(6):
             # Lists that hold what lives, and lists that do not.
             monkeypatch.setattr(selection, "SUPPORT", draw.choice([1, 4]))
             H, G = draw.choice([(1, 1), (4, 2), (6, 2), (3, 3)])

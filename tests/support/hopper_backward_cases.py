@@ -25,6 +25,8 @@ from tests.support.hopper import PROCESSORS
 ON_HOPPER = [*hopper.ON_HOPPER, pytest.mark.usefixtures("poison")]
 NAMES = ("dq", "dk", "dv")
 SIZES = (64, 80, 96, 128, 192, 256)
+# The other type has kernels of its own, of the same code: a size of each kind.
+TYPES = [*((D, torch.bfloat16) for D in SIZES), *((D, torch.float16) for D in (64, 128, 256))]
 TILES = sorted(IMPLEMENTATION.capability.tiles or ())
 
 

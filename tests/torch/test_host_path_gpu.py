@@ -255,8 +255,8 @@ def small(N: int, E: int, storage: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("storage", ["BHND", "BNHD", "shifted"])
-@pytest.mark.parametrize("E", [D, 2 * D])
+# Each size and alignment has kernels of its own.
+@pytest.mark.parametrize(("E", "storage"), [(D, "BHND"), (D, "BNHD"), (D, "shifted"), (2 * D, "BHND")], ids=str)
 @pytest.mark.parametrize(
     ("name", "N", "pattern"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -340,8 +341,12 @@ def test_transforms_are_refused_as_ever() -> None:
 
 @pytest.mark.gpu
 @no_gpu
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+# In float32, and in either type of 16 bits in turn, each of which has kernels of its own.
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*((torch.float32, name) for name in FUNCTIONS), *zip(cycle([torch.bfloat16, torch.float16]), FUNCTIONS)],
+    ids=str,
+)
 def test_on_a_gpu(name: str, dtype: torch.dtype, on_a_gpu: None) -> None:
     """Nothing waits, and the numbers are those of float64 on the CPU."""
     x = inputs(dtype, "cuda", 64)

@@ -250,7 +250,10 @@ def test_hopper_leaves_wide_soft_caps_to_others() -> None:
 @pytest.mark.parametrize("name", [None, "hopper", "triton", "small", "blocked"])
 @pytest.mark.parametrize("pattern", [gs.Causal(), gs.SlidingWindow(300), gs.Dense(), *PARTS], ids=str)
 def test_lengths_on_a_gpu(pattern: gs.Pattern, name: str | None) -> None:
-    """Lengths of every integer type and size, forward and backward, in bfloat16."""
+    """Lengths of every size, forward and backward, in bfloat16, and of every integer type of one pattern.
+
+    Triton compiles for each type.
+    """
     n, d = 517, 64
     q, k, v = inputs(torch.bfloat16, "cuda" if CUDA else "cpu", n, d)
     keep = torch.from_numpy(pattern.materialize(n, n))
@@ -258,7 +261,9 @@ def test_lengths_on_a_gpu(pattern: gs.Pattern, name: str | None) -> None:
         lengths = torch.tensor([number, 130], device=q.device)
         below = torch.tensor([[j < one for j in range(n)] for one in (number, 130)])
         wanted = exact(q, k, v, keep & below[:, None, None])
-        kinds = [lengths] + [lengths.int()] * (-(2**31) <= number < 2**31) + [lengths.short()] * (abs(number) < 2**15)
+        kinds = [lengths]
+        if pattern == gs.Causal():
+            kinds += [lengths.int()] * (-(2**31) <= number < 2**31) + [lengths.short()] * (abs(number) < 2**15)
         for given in kinds:
             for _ in range(2):  # the second call is bound
                 try:
