@@ -209,6 +209,22 @@ if INTERPRETING:
                 gs.attention(q, k, v, pattern, **options)
             assert made() == n
 
+    def test_explained(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        from gossamer.kernels.triton import IMPLEMENTATION
+
+        q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((8, 1), (2, 400), (2, 400)))
+        at, window = torch.tensor([300, 30]), gs.SlidingWindow(99)
+        monkeypatch.undo()  # structure is made to count pairs
+        limits = dataclasses.replace(type(IMPLEMENTATION).capability, devices=frozenset({"cpu"}), min_sm=None)
+        monkeypatch.setattr(type(IMPLEMENTATION), "capability", limits)
+        for scale in (0.2, torch.tensor(0.2)):
+            found = gs.explain(q, k, v, window, q_offset=at, scale=scale)
+            assert (found.implementation, found.structure, found.layout_bytes) == ("triton", None, 0)
+            assert found.useful_flops == found.executed_flops == 2.0 * (16 + 16) * 8 * (100 + 31)
+            assert found.reasons["blocked"] == ["reads no first key of each sequence"]
+        found = gs.explain(q, k, v, window, q_offset=at, implementation="triton")
+        assert found.structure is not None and found.executed_flops > found.useful_flops
+
     def test_errors_stay_what_they_are(on_a_cpu: None) -> None:
         q, k, v = (torch.randn(2, 2, n, 16) for n in (1, 40, 40))
         at, window = torch.tensor([3, 30]), gs.SlidingWindow(9)

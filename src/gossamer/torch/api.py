@@ -184,8 +184,9 @@ def attention(
                 q, k, v, pattern, scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes,
                 alibi_distance, implementation, deterministic, bshd,
             )  # fmt: skip
-            if seen is not None:
-                return seen if return_lse else seen[0]
+            found = None if seen is None else seen(q, k, v)
+            if found is not None:
+                return found if return_lse else found[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key: Key | None = None

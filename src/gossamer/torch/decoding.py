@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
+from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors, operand_of
 from gossamer.kernels.packages import has_triton
 from gossamer.memo import LEAST, Memo
@@ -29,7 +30,7 @@ from gossamer.patterns import Causal, Dense, Pattern, SlidingWindow
 from gossamer.patterns.reach import Reach
 from gossamer.plan.arguments import most_offset
 from gossamer.plan.plan import Plan
-from gossamer.plan.problem import Unsupported
+from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.arguments import INTEGERS, Arguments, four_dimensional, is_empty, unbatched, wide
 from gossamer.torch.arguments import known as holds
@@ -42,6 +43,7 @@ from gossamer.torch.request import DENSE, Request, ResolvedPattern
 
 RANGE = 128  # numbers of keys that share a launch
 MOST_REACH = 2**30  # of a rule: positions and it are added in int32
+WIDEST = 256  # head size of the kernel of queries whose keys have a first one
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
 _NUMBERS = (type(None), int, float)
 
@@ -77,14 +79,16 @@ class Growing(NamedTuple):
 
 
 def ends_of_one_query(
-    q: Any, k: Any, pattern: Any, offset: Tensor, key_starts: Any, key_lengths: Any, alibi_slopes: Any,
+    q: Any, k: Any, pattern: Any, offset: Any, key_starts: Any, key_lengths: Any, alibi_slopes: Any,
     implementation: Any, bshd: bool,
 ) -> Tensor | None:  # fmt: skip
     """key_lengths (B,) that say all that the one query of each sequence sees; None where it goes the usual way.
 
     Args:
-        offset: `q_offset`, a tensor.
+        offset: `q_offset`.
     """
+    if not isinstance(offset, Tensor):
+        return None
     reach = _reach(q, k, pattern, alibi_slopes, implementation, bshd, offset, key_starts, key_lengths)
     if reach is None or key_starts is not None or reach.left is not None or reach.first is not None:
         return None
@@ -102,11 +106,76 @@ def ends_of_one_query(
     return ends if key_lengths is None else torch.minimum(ends, key_lengths)
 
 
+class SeenKeys(NamedTuple):
+    """A call of one query of each sequence, whose keys have a first one that the device alone knows."""
+
+    reach: Reach
+    position: int | None  # of all queries; None: the last key, or offsets tell it
+    vectors: tuple[Tensor | None, ...]  # q_offset, key_starts, key_lengths and sink_logits
+    scale: float | None
+    softcap: float | None
+    bshd: bool
+
+    def problem(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scoring] | None:
+        """What the kernel computes, of q, k and v in four dimensions; None for what it does not.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        *_, lengths, sinks = self.vectors
+        a = Arguments(
+            q, k, v, self.position, None, lengths, sinks, None, self.scale, self.softcap, "triton", False, False
+        )  # fmt: skip
+        if is_empty(a) or not q.shape[0] == k.shape[0] == v.shape[0] or max(q.shape[3], v.shape[3]) > WIDEST:
+            return None
+        try:
+            problem = plan_for(a, ()).problem
+        except Unsupported:
+            return None
+        return problem, scoring_of(a, problem.K)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(out, lse), or None."""
+        key = (
+            "seen by one query", self.reach, self.position, q.shape, k.shape, v.shape, q.stride(), k.stride(),
+            v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, alignment(q, k, v), self.scale,
+            type(self.scale), self.softcap, type(self.softcap), self.bshd,
+            *(x is not None and (x.shape, x.stride(), x.dtype, x.device, alignment(x)) for x in self.vectors),
+        )  # fmt: skip
+        if self.bshd:
+            q, k, v = four_dimensional(q, k, v, self.bshd)
+        call = known.get(key)
+        if call is None:
+            call = self._bound(q, k, v)
+            if call is None:
+                return None
+            known.put(key, call)
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(call)
+        out, lse = call(q, k, v, *self.vectors)
+        return unbatched(out, lse, 4, self.bshd) if self.bshd else (out, lse)
+
+    def _bound(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        found = self.problem(q, k, v)
+        if found is None:
+            return None
+        from gossamer.kernels.triton.one_query.launch_one_query import Seen, forward
+
+        problem, scoring = found
+        names = ("q", "k", "v", "q_offset", "key_starts", "key_lengths", "sink_logits")
+        given = zip(names, (q, k, v, *self.vectors), strict=True)
+        operands = {name: operand_of(x) for name, x in given if x is not None}
+        seen = Seen(self.reach.left, self.reach.right, self.reach.first, scoring.q_offset)
+        return bind(
+            outlasting(q.device, lambda: forward(problem, seen, scoring, operands, q.device)), q.device, names
+        )  # fmt: skip
+
+
 def seen_by_one_query(
     q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, key_starts: Any, key_lengths: Any, softcap: Any,
     sink_logits: Any, alibi_slopes: Any, alibi_distance: Any, implementation: Any, deterministic: Any, bshd: bool,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """(out, lse) of one query of each sequence, whose keys have a first one on the device; None: it goes the usual way.
+) -> SeenKeys | None:  # fmt: skip
+    """The call of one query of each sequence, whose keys have a first one; None where it goes the usual way.
 
     Args:
         deterministic: the results have the same bits in any case.
@@ -127,44 +196,7 @@ def seen_by_one_query(
         return None
     if type(deterministic) not in (type(None), bool) or not q.layout is k.layout is v.layout is torch.strided:
         return None
-    position = q_offset if offset is None else None
-    key = (
-        "seen by one query", reach, position, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
-        k.dtype, v.dtype, q.device, k.device, v.device, alignment(q, k, v), scale, type(scale), softcap, type(softcap),
-        bshd, *(x is not None and (x.shape, x.stride(), x.dtype, x.device, alignment(x)) for x in vectors),
-    )  # fmt: skip
-    call = known.get(key)
-    if call is None:
-        turned = four_dimensional(q, k, v, bshd)
-        a = Arguments(*turned, position, None, key_lengths, sinks, None, scale, softcap, "triton", False, False)
-        call = _seen(a, reach, offset, key_starts)
-        if call is None:
-            return None
-        known.put(key, call)
-    if q.is_cuda and is_current_stream_capturing():
-        hold_for_graphs(call)
-    if not bshd:
-        return call(q, k, v, *vectors)
-    out, lse = call(*four_dimensional(q, k, v, bshd), *vectors)
-    return unbatched(out, lse, 4, bshd)
-
-
-def _seen(a: Arguments, reach: Reach, offset: Tensor | None, starts: Tensor | None) -> Any:
-    """The function of (q, k, v, q_offset, key_starts, key_lengths, sink_logits) that computes calls like this one."""
-    from gossamer.kernels.triton.one_query.launch_one_query import WIDEST, Seen, forward
-
-    if is_empty(a) or not a.q.shape[0] == a.k.shape[0] == a.v.shape[0] or max(a.q.shape[3], a.v.shape[3]) > WIDEST:
-        return None
-    try:
-        problem = plan_for(a, ()).problem
-    except Unsupported:
-        return None
-    scoring = scoring_of(a, problem.K)
-    given = {"q": a.q, "k": a.k, "v": a.v, "q_offset": offset, "key_starts": starts, "key_lengths": a.key_lengths}
-    given["sink_logits"] = a.sink_logits
-    operands = {name: operand_of(x) for name, x in given.items() if x is not None}
-    seen, device = Seen(reach.left, reach.right, reach.first, scoring.q_offset), a.q.device
-    return bind(outlasting(device, lambda: forward(problem, seen, scoring, operands, device)), device, tuple(given))
+    return SeenKeys(reach, q_offset if offset is None else None, vectors, scale, softcap, bshd)
 
 
 def _reach(

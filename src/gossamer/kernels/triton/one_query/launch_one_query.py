@@ -19,14 +19,13 @@ from gossamer.kernels.launch import BYTES, Builder, Operand, Prepared
 from gossamer.kernels.relaunch import Strides, at_once, padded
 from gossamer.kernels.triton.arguments import LARGEST_ROW_STRIDE, arrays, operand, row_results, terms, vector
 from gossamer.kernels.triton.block.config import config
-from gossamer.kernels.triton.config import BUCKETS, architecture
+from gossamer.kernels.triton.config import architecture
 from gossamer.kernels.triton.one_query.kernels import Form, ends_kernel, one_query_kernel
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.items import COUNT, MERGE
 from gossamer.plan.arguments import most_offset
 from gossamer.plan.problem import Problem
 
-WIDEST = max(BUCKETS)  # head size
 ROWS = 16, 64  # of a program: the fewest that a product has, and the most
 STEP_BYTES, COLUMNS = 2**14, (16, 128)  # of keys that are read at a time, and how many these are
 BLOCKS = 2  # of a multiprocessor at the same time, which read as fast as there is memory for: estimated, not timed
