@@ -278,7 +278,8 @@ for dtype, heads, D, E, parts in sizes + [("bfloat16", 3, 72, 40, 3), ("float32"
 for dtype in ("int64", "int32", "uint8"):
     facts = {"offsets": Pointer(dtype, True), "lengths": Pointer(dtype, True), "ends": Pointer("int32", True)}
     facts |= {"LENGTHS": True, "SIZE": 128}
-    compiled_for(ends_kernel, [facts.get(name, PLAIN) for name in parameters(ends_kernel)], {"num_warps": 4}, sm)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    compiled_for(ends_kernel, [facts.get(name, PLAIN) for name in parameters(ends_kernel)], options, sm)
 """
 
 

@@ -97,7 +97,8 @@ def ends_of_one_query(
     if abs(reach.right) > MOST_REACH:
         return None
     behind, K = reach.right + 1, k.shape[1 if bshd else 2]
-    if q.is_cuda and has_triton() and q.shape[0] and plain(q, offset, key_lengths, profiled=True):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and q.is_cuda and has_triton() and q.shape[0] and plain(q, offset, key_lengths, profiled=True):
         from gossamer.kernels.triton.one_query.launch_one_query import ends_of
 
         return ends_of(offset, key_lengths, behind, K)
@@ -180,7 +181,7 @@ def seen_by_one_query(
     Args:
         deterministic: the results have the same bits in any case.
     """
-    if not isinstance(q, Tensor) or not sees_on(q.device.type) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or not sees_on(q.device.type):
         return None
     offset = q_offset if isinstance(q_offset, Tensor) else None
     reach = _reach(q, k, pattern, alibi_slopes, implementation, bshd, offset, key_starts, key_lengths)

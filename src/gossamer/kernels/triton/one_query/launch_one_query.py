@@ -59,7 +59,7 @@ def ends_of(offsets: Tensor, key_lengths: Tensor | None, behind: int, K: int) ->
     with torch.cuda.device_of(offsets):
         at_once(ends_kernel, (triton.cdiv(len(ends), OF_ENDS),))(
             offsets, lengths, ends, behind, most_offset(1, K), len(ends), K, key_lengths is not None, OF_ENDS,
-            num_warps=4,
+            num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return ends
 
