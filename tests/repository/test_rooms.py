@@ -58,7 +58,7 @@ CONTRACTS = {
     "kernels.hopper.schedule": may("cute memo layouts kernels kernels.structure"),
     # The edges of `attention`.
     "jax*": may("memo checks patterns layouts* plan cute kernels kernels.hopper* jax*", named="particles kernels*"),
-    "torch*": may("memo checks patterns layouts* plan kernels kernels.structure kernels.triton torch*"),
+    "torch*": may("memo checks patterns layouts* plan kernels kernels.structure kernels.triton* torch*"),
     # Operations: none sees another.
     "entmax": may("memo checks patterns layouts plan kernels torch* entmax*"),
     "entmax.launch": may("kernels kernels.hopper kernels.triton* entmax*"),

@@ -26,7 +26,7 @@ from gossamer.torch.arguments import (
     vectors_of,
 )
 from gossamer.torch.calls import call_of, known, read_q_offset
-from gossamer.torch.decoding import ends_of_one_query, growing_call
+from gossamer.torch.decoding import ends_of_one_query, growing_call, seen_by_one_query
 from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
@@ -174,12 +174,20 @@ def attention(
         pattern = pattern_of(pattern)
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
-    if isinstance(q_offset, Tensor) and merge is None:
+    if merge is None and (isinstance(q_offset, Tensor) or key_starts is not None):
         ends = ends_of_one_query(
             q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, bshd
         )  # fmt: skip
         if ends is not None:
             pattern, q_offset, key_lengths = DENSE, None, ends
+        else:
+            seen = seen_by_one_query(
+                q, k, v, pattern, scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes,
+                alibi_distance, implementation, deterministic, bshd,
+            )  # fmt: skip
+            found = None if seen is None else seen(q, k, v)
+            if found is not None:
+                return found if return_lse else found[0]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key: Key | None = None

@@ -3,6 +3,9 @@
 One offset on the device for each sequence (`ends_of_one_query`): a query that sees the keys up to one sees what
 `key_lengths` says, which kernels read themselves, and no structure is made.
 
+Where keys have a first one as well, of a window or by `key_starts` (`seen_by_one_query`), a kernel on a GPU computes
+both ends itself; calls with gradients, and of other devices, go the usual way.
+
 Keys that grow by a token a call (`growing_call`): the query sees all keys, those before it, or those of a window: a
 view of the keys, of which it sees all. The request becomes one for the next multiple of `RANGE` keys, of which
 `key_lengths` says how many there are; the rest is neither there nor read (`Capability.grows`). So every number of keys
@@ -19,23 +22,28 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors, operand_of
+from gossamer.kernels.packages import has_triton
 from gossamer.memo import LEAST, Memo
 from gossamer.patterns import Causal, Dense, Pattern, SlidingWindow
+from gossamer.patterns.reach import Reach
 from gossamer.plan.arguments import most_offset
 from gossamer.plan.plan import Plan
-from gossamer.plan.problem import Unsupported
+from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.table import NAMES, load
-from gossamer.torch.arguments import INTEGERS, Arguments, four_dimensional, unbatched
+from gossamer.torch.arguments import INTEGERS, Arguments, four_dimensional, is_empty, unbatched, wide
 from gossamer.torch.arguments import known as holds
+from gossamer.torch.bind import bind
 from gossamer.torch.calls import Call, call_of, known
-from gossamer.torch.key import alignment, differentiable
+from gossamer.torch.key import alignment, differentiable, plain
 from gossamer.torch.memory import hold_for_graphs, outlasting
-from gossamer.torch.planning import growing
+from gossamer.torch.planning import growing, plan_for, scoring_of
 from gossamer.torch.request import DENSE, Request, ResolvedPattern
 
 RANGE = 128  # numbers of keys that share a launch
 MOST_REACH = 2**30  # of a rule: positions and it are added in int32
+WIDEST = 256  # head size of the kernel of queries whose keys have a first one
 STEP = 8  # strides of k and v, which are not part of the key, are multiples of it
 _NUMBERS = (type(None), int, float)
 
@@ -71,22 +79,142 @@ class Growing(NamedTuple):
 
 
 def ends_of_one_query(
-    q: Any, k: Any, pattern: Any, offset: Tensor, key_starts: Any, key_lengths: Any, alibi_slopes: Any,
+    q: Any, k: Any, pattern: Any, offset: Any, key_starts: Any, key_lengths: Any, alibi_slopes: Any,
     implementation: Any, bshd: bool,
 ) -> Tensor | None:  # fmt: skip
     """key_lengths (B,) that say all that the one query of each sequence sees; None where it goes the usual way.
 
     Args:
-        offset: `q_offset`, a tensor.
+        offset: `q_offset`.
     """
-    if not key_starts is alibi_slopes is implementation is None:
+    if not isinstance(offset, Tensor):
         return None
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4 and offset.ndim == 1):
+    reach = _reach(q, k, pattern, alibi_slopes, implementation, bshd, offset, key_starts, key_lengths)
+    if reach is None or key_starts is not None or reach.left is not None or reach.first is not None:
         return None
-    rows = 1 if bshd else 2
-    if not holds(q.shape[rows] == 1) or not (pattern is None or isinstance(pattern, Pattern)):
+    if reach.right is None:
+        return key_lengths
+    if abs(reach.right) > MOST_REACH:
         return None
-    for x in (offset, key_lengths):
+    behind, K = reach.right + 1, k.shape[1 if bshd else 2]
+    compiling = torch.compiler.is_compiling()
+    if not compiling and q.is_cuda and has_triton() and q.shape[0] and plain(q, offset, key_lengths, profiled=True):
+        from gossamer.kernels.triton.one_query.launch_one_query import ends_of
+
+        return ends_of(offset, key_lengths, behind, K)
+    at = offset if offset.dtype == torch.int64 else offset.int()
+    ends = at.clamp(-behind, K - behind) + behind
+    return ends if key_lengths is None else torch.minimum(ends, key_lengths)
+
+
+class SeenKeys(NamedTuple):
+    """A call of one query of each sequence, whose keys have a first one that the device alone knows."""
+
+    reach: Reach
+    position: int | None  # of all queries; None: the last key, or offsets tell it
+    vectors: tuple[Tensor | None, ...]  # q_offset, key_starts, key_lengths and sink_logits
+    scale: float | None
+    softcap: float | None
+    bshd: bool
+
+    def problem(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Problem, Scoring] | None:
+        """What the kernel computes, of q, k and v in four dimensions; None for what it does not.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        *_, lengths, sinks = self.vectors
+        a = Arguments(
+            q, k, v, self.position, None, lengths, sinks, None, self.scale, self.softcap, "triton", False, False
+        )  # fmt: skip
+        if is_empty(a) or not q.shape[0] == k.shape[0] == v.shape[0] or max(q.shape[3], v.shape[3]) > WIDEST:
+            return None
+        try:
+            problem = plan_for(a, ()).problem
+        except Unsupported:
+            return None
+        return problem, scoring_of(a, problem.K)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(out, lse), or None."""
+        key = (
+            "seen by one query", self.reach, self.position, q.shape, k.shape, v.shape, q.stride(), k.stride(),
+            v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, alignment(q, k, v), self.scale,
+            type(self.scale), self.softcap, type(self.softcap), self.bshd,
+            *(x is not None and (x.shape, x.stride(), x.dtype, x.device, alignment(x)) for x in self.vectors),
+        )  # fmt: skip
+        if self.bshd:
+            q, k, v = four_dimensional(q, k, v, self.bshd)
+        call = known.get(key)
+        if call is None:
+            call = self._bound(q, k, v)
+            if call is None:
+                return None
+            known.put(key, call)
+        if q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(call)
+        out, lse = call(q, k, v, *self.vectors)
+        return unbatched(out, lse, 4, self.bshd) if self.bshd else (out, lse)
+
+    def _bound(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        found = self.problem(q, k, v)
+        if found is None:
+            return None
+        from gossamer.kernels.triton.one_query.launch_one_query import Seen, forward
+
+        problem, scoring = found
+        names = ("q", "k", "v", "q_offset", "key_starts", "key_lengths", "sink_logits")
+        given = zip(names, (q, k, v, *self.vectors), strict=True)
+        operands = {name: operand_of(x) for name, x in given if x is not None}
+        seen = Seen(self.reach.left, self.reach.right, self.reach.first, scoring.q_offset)
+        return bind(
+            outlasting(q.device, lambda: forward(problem, seen, scoring, operands, q.device)), q.device, names
+        )  # fmt: skip
+
+
+def seen_by_one_query(
+    q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, key_starts: Any, key_lengths: Any, softcap: Any,
+    sink_logits: Any, alibi_slopes: Any, alibi_distance: Any, implementation: Any, deterministic: Any, bshd: bool,
+) -> SeenKeys | None:  # fmt: skip
+    """The call of one query of each sequence, whose keys have a first one; None where it goes the usual way.
+
+    Args:
+        deterministic: the results have the same bits in any case.
+    """
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or not sees_on(q.device.type):
+        return None
+    offset = q_offset if isinstance(q_offset, Tensor) else None
+    reach = _reach(q, k, pattern, alibi_slopes, implementation, bshd, offset, key_starts, key_lengths)
+    if reach is None or (offset is None and type(q_offset) not in (type(None), int)):
+        return None
+    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or alibi_distance is not None:
+        return None
+    sinks = wide(sink_logits, q)
+    if not isinstance(v, Tensor) or v.ndim != 4 or not isinstance(sinks, (Tensor, type(None))):
+        return None
+    vectors = offset, key_starts, key_lengths, sinks
+    if not plain(q, k, v, *vectors, profiled=True) or differentiable(q, k, v, sinks):
+        return None
+    if type(deterministic) not in (type(None), bool) or not q.layout is k.layout is v.layout is torch.strided:
+        return None
+    return SeenKeys(reach, q_offset if offset is None else None, vectors, scale, softcap, bshd)
+
+
+def _reach(
+    q: Any, k: Any, pattern: Any, alibi_slopes: Any, implementation: Any, bshd: bool, *vectors: Any
+) -> Reach | None:  # fmt: skip
+    """The keys that one query of each sequence sees by its position; None where that is not all, or not one interval.
+
+    Args:
+        vectors: integers (B,) of each sequence, or None.
+    """
+    if not alibi_slopes is implementation is None:
+        return None
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
+        return None
+    if not holds(q.shape[1 if bshd else 2] == 1) or not (pattern is None or isinstance(pattern, Pattern)):
+        return None
+    for x in vectors:
         if x is not None and (
             not isinstance(x, Tensor) or x.device != q.device or x.dtype not in INTEGERS
             or x.ndim != 1 or not holds(x.shape[0] == q.shape[0])
@@ -94,16 +222,7 @@ def ends_of_one_query(
             return None
     rule = (DENSE if pattern is None else pattern).device_rule()
     reach = None if rule is None else rule.interval
-    if reach is None or reach.left is not None or reach.first is not None or reach.blocks:
-        return None
-    if reach.right is None:
-        return key_lengths
-    if abs(reach.right) > MOST_REACH:
-        return None
-    behind, K = reach.right + 1, k.shape[rows]
-    at = offset if offset.dtype == torch.int64 else offset.int()
-    ends = at.clamp(-behind, K - behind) + behind
-    return ends if key_lengths is None else torch.minimum(ends, key_lengths)
+    return None if reach is None or reach.blocks else reach
 
 
 def growing_call(
@@ -178,6 +297,13 @@ def visible_keys(q: Tensor, k: Any, v: Any, pattern: Any, q_offset: Any) -> Visi
 def grows_on(device: str) -> bool:
     """Whether an implementation for a type of device takes any number of keys."""
     return any(device in found.capability.grows for found in map(load, NAMES) if not isinstance(found, str))
+
+
+@cache
+def sees_on(device: str) -> bool:
+    """Whether the kernel of queries whose keys have a first one runs on a type of device."""
+    found = load("triton") if has_triton() else ""
+    return not isinstance(found, str) and device in found.capability.devices and not found.unavailable()
 
 
 def for_one_query(usual: Plan, a: Arguments, pattern: Any) -> Plan:

@@ -29,11 +29,12 @@ from gossamer.torch.arguments import (
     Lengths,
     cast_type,
     describe,
+    four_dimensional,
     is_bshd,
     is_handle,
 )
 from gossamer.torch.calls import read_q_offset, results_in_bshd
-from gossamer.torch.decoding import ends_of_one_query, for_one_query
+from gossamer.torch.decoding import ends_of_one_query, for_one_query, seen_by_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
@@ -326,12 +327,25 @@ def explain(
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     scaled = {"q": "scale, a tensor, is multiplied into it"} if q is not given else {}
-    if isinstance(q_offset, Tensor):
+    if isinstance(q_offset, Tensor) or key_starts is not None:
+        bshd = is_bshd(layout)
         ends = ends_of_one_query(
-            q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, is_bshd(layout)
-        )
+            q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, bshd
+        )  # fmt: skip
         if ends is not None:
             pattern, q_offset, key_lengths = None, None, ends
+        else:
+            seen = seen_by_one_query(
+                q, k, v, pattern, scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes,
+                alibi_distance, implementation, deterministic, bshd,
+            )  # fmt: skip
+            if seen is not None and seen.problem(*four_dimensional(q, k, v, bshd)) is not None:
+                structured = explain(
+                    q, k, v, pattern, scale=scale, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
+                    softcap=softcap, sink_logits=sink_logits, implementation="triton", deterministic=deterministic,
+                    layout=layout,
+                )  # fmt: skip
+                return _of_seen_keys(structured, scaled)
     reordered = pattern if isinstance(pattern, ReorderedCSR) else None
     options = AttentionOptions(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
@@ -409,6 +423,20 @@ def _of_nothing(p: Problem, plan: Plan, size: int, structure: str | None) -> Exp
         reasons={name: refusals(name, plan.problem) or ["there is nothing to compute"] for name in NAMES},
         tile=(0, 0), density=0.0, tiles={}, useful_flops=0.0, executed_flops=0.0, bytes=size, layout_bytes=0,
         structure=structure,
+    )  # fmt: skip
+
+
+def _of_seen_keys(structured: Explanation, copies: dict[str, str]) -> Explanation:
+    """What a call of one query does whose keys have a first one, by what it would do over structure.
+
+    Args:
+        copies: made before it.
+    """
+    p, no = structured.problem, ["reads no first key of each sequence"]
+    return replace(
+        structured, structure=None, layout_bytes=0, tile=(1, 1), executed_flops=structured.useful_flops, faster=(),
+        tiles={"full": structured.density * p.K, "interval": 0.0, "bits": 0.0, "of": float(p.K)},
+        reasons={name: refusals(name, p) or no for name in structured.reasons}, copies=copies | structured.copies,
     )  # fmt: skip
 
 

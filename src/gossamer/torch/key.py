@@ -33,10 +33,13 @@ _traced, _autocast_enabled, _profiled = (
 Key = tuple[Any, ...]
 
 
-def plain(*tensors: Tensor | None) -> bool:
+def plain(*tensors: Tensor | None, profiled: bool = False) -> bool:
     """Whether these are plain tensors, computed eagerly, and no mode, transform, tracer or profiler is active.
 
     Crossing the dispatcher costs more than all else that a repeated call does on the host.
+
+    Args:
+        profiled: a profiler may be active, of what crosses no dispatcher in any case.
     """
     for x in tensors:  # a negative view's memory is not what it stands for; the dispatcher resolves it
         if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_nested or x.is_neg() or _wrapped(x)):
@@ -47,7 +50,7 @@ def plain(*tensors: Tensor | None) -> bool:
         or _interpreter() is not None
         or _traced() is not None
         or _autocast_enabled()
-        or _profiled()
+        or (not profiled and _profiled())
         or forward_ad._current_level >= 0
     )
 
