@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 from gossamer.entmax.launch import backward, calls, forward, overflow_rows
 from gossamer.entmax.launch.calls import Facts, KernelCall
+from gossamer.entmax.launches import STATS
 from gossamer.kernels.launch import Builder, Operand, Prepared, compact
 
 Q, HEADS, D = 2048, 16, 64
@@ -39,7 +40,7 @@ def launched(prepared: Prepared) -> list[str]:
 
 
 def test_a_call_with_its_backward_takes_ten_launches() -> None:
-    first = launched(forward.prepare(described(None), "out", True, True))
+    first = launched(forward.prepare(described(None), "out", True, STATS))
     second = launched(backward.prepare(described(None, True), False))
     assert first == ["support_lists", "gather_out_kernel", "long_rows"]
     assert second == [
@@ -49,7 +50,7 @@ def test_a_call_with_its_backward_takes_ten_launches() -> None:
 
 
 def test_the_largest_scores_take_nine() -> None:
-    first = launched(forward.prepare(described(8), "out", True, False))
+    first = launched(forward.prepare(described(8), "out", True))
     second = launched(backward.prepare(described(8, True), False))
     assert first == ["support_lists", "list_groups_kernel", "large_kernel", "gather_out_kernel"]
     assert len(second) == 5
@@ -61,8 +62,8 @@ def test_parts_of_a_head_take_no_group_for_one_that_is_not_yet_computed(monkeypa
     monkeypatch.setattr(calls, "ROWS_OF_A_PART", 256)
     monkeypatch.setattr(calls, "PAIRS_OF_A_PART", 1)
     monkeypatch.setattr(calls, "BYTES_OF_A_PART", 1)
-    found = launched(forward.prepare(described(8), "out", False, False))
+    found = launched(forward.prepare(described(8), "out", False))
     assert found.count("support_lists") == HEADS * Q // 256 and found[-1] == "fill list_counts"
-    found = launched(forward.prepare(described(None), "out", False, False))
+    found = launched(forward.prepare(described(None), "out", False))
     assert found.count("gather_out_kernel") == HEADS * Q // 256 and found.count("long_rows") == 1
     assert not any("fill" in name for name in found)
