@@ -79,6 +79,7 @@ import torch
 from gossamer.entmax.launch import backward, forward
 from gossamer.entmax.launch.calls import Facts, KernelCall
 from gossamer.entmax.launch.kernels import KERNELS
+from gossamer.entmax.launches import STATS
 from gossamer.kernels.launch import Builder, Operand, compact
 from gossamer.kernels.relaunch import Programs, compiled_for
 from gossamer.kernels.triton.config import SHARED_MEMORY
@@ -112,7 +113,7 @@ for dtype, D, top_k, same, G, positions in (
 ):
     shapes = (1, 2, 600, D), (1, G, 600, D)
     of_forward, of_backward = call(dtype, shapes, 0.3 if same is None else same, top_k, positions)
-    compile_all(forward.prepare(of_forward, "out", True, True))
+    compile_all(forward.prepare(of_forward, "out", True, STATS))
     compile_all(backward.prepare(of_backward, True))
 assert len(made) == len(KERNELS), set(KERNELS) - made
 """
@@ -121,7 +122,7 @@ assert len(made) == len(KERNELS), set(KERNELS) - made
 SELECTION = """
 for dtype, D, top_k in (("float32", 128, 57), ("float32", 256, 57), ("float32", 256, 8), ("float16", 256, 57)):
     of_forward, _ = call(dtype, ((1, 1, 64, D),) * 2, 0.5, top_k)
-    compile_all(forward.prepare(of_forward, "lists", True, False))
+    compile_all(forward.prepare(of_forward, "lists", True))
 assert len(made) == 2, made
 """
 

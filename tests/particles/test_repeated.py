@@ -238,10 +238,10 @@ def test_what_a_repeated_call_launches_and_enters(launched: list[str]) -> None:
 
     rows: list[tuple[Callable[[], Any], list[str], int, int]] = [
         (lambda: gp.Cells.build(x, 0.2, 1.0), build, 6, 8),
-        (lambda: sums(x, mass), [*build, "records_kernel", "radial"], 8, 20),
-        (lambda: sums(x, 1.0), [*build, "records_kernel", "radial"], 8, 20),
-        (lambda: forces(x, mass), [*build, "records_kernel", "radial"], 9, 22),
-        (lambda: step(sums, *given[:2]), [*build, *["records_kernel", "radial"] * 2], 10, 26),
+        (lambda: sums(x, mass), [*build, "records_kernel", "radial"], 7, 17),
+        (lambda: sums(x, 1.0), [*build, "records_kernel", "radial"], 7, 18),
+        (lambda: forces(x, mass), [*build, "records_kernel", "radial"], 7, 17),
+        (lambda: step(sums, *given[:2]), [*build, *["records_kernel", "radial"] * 2], 9, 22),
         (lambda: lists.update(x), [*build, "records_kernel", "lists", "names_kernel"], 9, 17),
         (lambda: attend(x, q), ["attention"], 11, 21),
         (

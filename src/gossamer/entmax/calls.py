@@ -18,7 +18,7 @@ from gossamer.entmax.arguments import Given, check_alphas, visible_keys
 from gossamer.entmax.backward import EntmaxGradients, list_gradients, normaliser_gradients
 from gossamer.entmax.chunks import Chunk, Operands, chunks, heads_of_a_unit
 from gossamer.entmax.forward import forward
-from gossamer.entmax.launches import Bound, Launch, bound, tensors_of
+from gossamer.entmax.launches import STATS, Bound, Launch, bound, tensors_of
 from gossamer.entmax.lists import PairLists, RowLists
 from gossamer.entmax.options import Options
 from gossamer.entmax.ways import by_kernels
@@ -37,6 +37,7 @@ MEAN_LISTED = 256
 NAMES_OF_LISTS = "list_keys", "list_weights", "list_counts"
 # Chunks are kept up to so many bytes; of larger calls they are little beside the arithmetic.
 CHUNK_BYTES = 2**18
+MOST_BACKWARDS = 8  # of a call, whose tensors lie differently
 
 known: Memo[Any] = Memo()  # calls, by their keys
 autocast_enabled = _C._is_any_autocast_enabled  # of a call that has no key, or of a backward
@@ -128,10 +129,10 @@ class RowsCall:
         self.alpha: Tensor | None = None if self.number is None else alpha
         self.bytes = 0
         self._kept: tuple[int, tuple[Chunk, ...]] | None = None
+        self.bare = all(x is None for x in options.tensors)  # whether no tensor says which keys a row may see
         if given is not None:
             self._alive = None if attended.data else self._alive
-            tensors = any(x is not None for x in options.tensors)
-            if not (self.kernels or self.empty or tensors) and q.device.type == "cpu":
+            if self.bare and not (self.kernels or self.empty) and q.device.type == "cpu":
                 with torch.inference_mode(False):
                     self._keep(q, k, options)
 
@@ -169,7 +170,7 @@ class RowsCall:
 
     def options_of(self, tensors: tuple[Tensor | None, ...]) -> Options:
         """The options of a call."""
-        return self.options if all(x is None for x in tensors) else self.options.over(tensors)
+        return self.options if self.bare else self.options.over(tensors)
 
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, tensors: tuple[Tensor | None, ...]
@@ -208,8 +209,10 @@ class EntmaxCall(RowsCall):
         self.listed = self.differentiable and listed
         self.told = with_aux
         # The backward reads normalisers of rows without a list, of which `top_k` leaves none.
-        self.with_stats = with_aux or (self.differentiable and call.options.top_k is None)
+        needed = STATS[:1] if self.differentiable and call.options.top_k is None else ()
+        self.stats = STATS if with_aux else needed
         self._forward: Bound | None = None
+        self._backwards: Memo[Bound] = Memo(MOST_BACKWARDS)
 
     def __call__(
         self, apply: Any, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, *tensors: Tensor | None
@@ -231,10 +234,10 @@ class EntmaxCall(RowsCall):
         """The forward, and the lists of supports if they are wanted and small enough."""
         if self.empty:
             return empty_results(q, v)
+        if self.kernels:  # which autocast does not reach
+            return self._forward_by_kernels(q, k, v, alpha, tensors)
+        B, H, Q, _ = q.shape
         with uncast(q.device) if autocast_enabled() else nullcontext():
-            if self.kernels:
-                return self._forward_by_kernels(q, k, v, alpha, tensors)
-            B, H, Q, _ = q.shape
             o = self.operands(q, k, v, alpha, tensors)
             computed = forward(o, MEAN_LISTED * B * H * Q if self.listed else 0)
         rows = (x.view(B, H, Q) for x in (computed.normaliser, computed.support, computed.certified))
@@ -252,10 +255,10 @@ class EntmaxCall(RowsCall):
         if self.empty:
             dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
             return EntmaxGradients(dq, dk, dv, torch.zeros_like(alpha) if wants_alpha and alpha is not None else None)
+        if self.kernels:
+            assert not isinstance(saved, PairLists)
+            return self._gradients_by_kernels(q, k, v, alpha, tensors, saved, normaliser, wants_alpha, dout)
         with uncast(q.device) if autocast_enabled() else nullcontext():
-            if self.kernels:
-                assert not isinstance(saved, PairLists)
-                return self._gradients_by_kernels(q, k, v, alpha, tensors, saved, normaliser, wants_alpha, dout)
             o = self.operands(q, k, v, alpha, tensors)
             dout = dout.to(o.q.dtype).reshape(-1, dout.shape[3])
             if isinstance(saved, PairLists):
@@ -274,11 +277,11 @@ class EntmaxCall(RowsCall):
         given = tensors_of(q, k, v, alpha, self.options_of(tensors))
         run = self._forward
         if run is None or (q.is_cuda and is_current_stream_capturing()):
-            launch = Launch("out", self.same, self.scale, self.options, self.listed, self.with_stats)
+            launch = Launch("out", self.same, self.scale, self.options, self.listed, self.stats)
             run = self._forward = bound(launch, given)
         out, *more = run(*given.values())
         lists = RowLists(*more[-3:]) if self.listed else None
-        lam = more[0] if self.with_stats else None
+        lam = more[0] if self.stats else None
         if not self.told:
             return Forward(Results(out, None), lists, lam)
         rows = more[0], more[1], more[2].view(torch.bool)
@@ -295,9 +298,14 @@ class EntmaxCall(RowsCall):
             given["lam"] = normaliser.reshape(-1)
         if lists is not None:
             given |= zip(NAMES_OF_LISTS, lists, strict=True)
-        wants_alpha = wants_alpha and alpha is not None
-        launch = Launch("gradients", self.same, self.scale, self.options, with_alpha=wants_alpha)
-        dq, dk, dv, *of_alpha = bound(launch, given)(*given.values())
+        wants_alpha, x = wants_alpha and alpha is not None, given.values()
+        # Hooks on saved tensors (offloading, say) may return them with other strides than in the forward.
+        key = wants_alpha, *given, *[y.stride() for y in x], alignment(*x)
+        run = self._backwards.get(key)
+        if run is None or (q.is_cuda and is_current_stream_capturing()):
+            launch = Launch("gradients", self.same, self.scale, self.options, with_alpha=wants_alpha)
+            run = self._backwards.put(key, bound(launch, given))
+        dq, dk, dv, *of_alpha = run(*x)
         dalpha = None
         if alpha is not None and wants_alpha:
             (of_rows,) = of_alpha

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Bound = Callable[..., tuple[Tensor, ...]]
 
+STATS = "lam", "support", "certified"  # what a forward can tell of rows
+
 launches: Memo[Bound] = Memo()
 
 
@@ -35,7 +37,7 @@ class Launch(NamedTuple):
     scale: float
     options: Options  # without tensors
     keep_lists: bool = False
-    with_stats: bool = False
+    stats: tuple[str, ...] = ()  # the first of STATS
     with_alpha: bool = False
 
 
@@ -60,7 +62,7 @@ def _prepared(launch: Launch, given: dict[str, Tensor], device: torch.device) ->
     c = described(launch, given, device)
     if launch.wanted == "gradients":
         return backward.prepare(c, launch.with_alpha)
-    return forward.prepare(c, launch.wanted, launch.keep_lists, launch.with_stats)
+    return forward.prepare(c, launch.wanted, launch.keep_lists, launch.stats)
 
 
 def described(launch: Launch, given: dict[str, Tensor], device: torch.device) -> KernelCall:

@@ -156,10 +156,10 @@ class _Kept:
         self.number = constant(given, cells.runs.points) if type(given) in (int, float) and not recorded() else None
 
     def columns(self, cells: Cells, given: Any) -> Tensor:
-        """What particles bring, in the type of the arithmetic."""
+        """What particles bring, in the type of the arithmetic; it was checked in this call or in one of its key."""
         if self.number is None:
-            return channels(self.name, given, cells)
-        refuse_transforms(NAME, cells.x)
+            plain = isinstance(given, Tensor) and given.ndim
+            return given.to(cells.runs.points) if plain else channels(self.name, given, cells)
         if self.number.is_cuda and torch.cuda.is_current_stream_capturing():
             hold_for_graphs(self.number)
         return self.number.expand(cells.num_particles)

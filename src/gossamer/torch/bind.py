@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any, NoReturn, cast
@@ -30,14 +31,17 @@ from gossamer.kernels.launch import (
     Prepared,
     Step,
     View,
+    compact,
     dtype_of,
     names_of,
 )
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.functions import FUNCTIONS
-from gossamer.torch.memory import Workspace, lasting, stream_array, template
+from gossamer.torch.memory import MOST_WAITING_BYTES, Workspace, lasting, stream_array, template
 
 MOST_TEXTS = 512
+SHARED = "shared memory"  # the name of what the small arrays of a call are parts of
+PART = 256  # bytes, of which parts begin at multiples
 
 _numbers = count(1)
 
@@ -56,25 +60,22 @@ def bind(
         return _Writer(prepared, device, made).function(parameters)
 
 
-def on_device(body: list[str], scope: dict[str, Any], device: torch.device) -> list[str]:
-    """The lines of a function that run on a device, whichever is the current one."""
-    if device.type != "cuda":
-        return body
-    # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
-    # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
-    scope |= {"current": torch.cuda.current_device, "change_to": torch.cuda.set_device, "here": device.index}
-    return [
-        "before = current()",
-        "if before != here: change_to(here)",
-        "try:",
-        *(f"    {line}" for line in body),
-        "finally:",
-        "    if before != here: change_to(before)",
-    ]
-
-
-def written(body: list[str], parameters: Iterable[str], scope: dict[str, Any]) -> Callable[..., Any]:
-    """The function of these lines, which closes over the names in `scope`."""
+def written(
+    body: list[str], parameters: Iterable[str], scope: dict[str, Any], device: torch.device
+) -> Callable[..., Any]:  # fmt: skip
+    """The function of these lines, which closes over the names in `scope` and runs on a device, whichever is current."""
+    if device.type == "cuda":
+        # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
+        # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
+        scope |= {"current": torch.cuda.current_device, "change_to": torch.cuda.set_device, "here": device.index}
+        body = [
+            "before = current()",
+            "if before != here: change_to(here)",
+            "try:",
+            *(f"    {line}" for line in body),
+            "finally:",
+            "    if before != here: change_to(before)",
+        ]
     lines = [f"def make({', '.join(scope)}):", f"    def call({', '.join(parameters)}):", *(f"        {x}" for x in body)]
     return _compiled("\n".join([*lines, "    return call", ""]))(**scope)
 
@@ -100,26 +101,34 @@ class _Writer:
         self.names: dict[str, str] = {}  # of arrays that exist at this point, in the text
         self.addresses: dict[str, str] = {}
         self.last: dict[str, int] = {}  # the last step that uses an array of a call
+        self.views = dict(self.launch.views)
+        self.shares = device.type == "cuda"  # whether small arrays are parts of one memory, which waits on a stream
+        self.parts: dict[str, View] = {}  # tensors of it, by their names in the text
+        self.strided = False  # whether the text makes a view
 
     def function(self, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
         self.names = {name: name for name in parameters} | {name: _plain(name) for name in self.made}
         given = tuple(self.names.values())
         self._find_last_uses()
-        pooled = self._pooled()
+        shared = self._share() if self.shares else 0
         for at, step in enumerate(self.launch.steps):
             self._step(step)
             dead = [name for name, last in self.last.items() if last == at and name in self.names]
             if dead:
                 self.lines.append("; ".join(f"{self.names[name]} = None" for name in dead))
         results = "".join(f"{self.array(name)}, " for name in self.launch.results)
-        if pooled:
-            self.lines.append("if workspace is not None: leave(workspace)")
+        if shared:
+            workspace = Workspace(self.device, shared, self.parts.values())
+            self.scope |= {"take": workspace.take, "leave": workspace.leave}
+            parts = "".join(f"{name}, " for name in self.parts)
+            self.lines.insert(0, f"waiting, {self.names[SHARED]}, ({parts}) = take()")
+            self.lines.append("if waiting is not None: leave(waiting)")
         self.lines.append(f"return ({results})")
         body = self.lines
-        if any(isinstance(view, View) for view in self.launch.views.values()):
+        if self.strided:
             self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
             body = ["with below_autograd():", *(f"    {line}" for line in body)]
-        call = written(on_device(body, self.scope, self.device), given, self.scope)
+        call = written(body, given, self.scope, self.device)
         # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.
         call.layout = tuple(self.layout.values())  # type: ignore[attr-defined]
         return call
@@ -127,37 +136,66 @@ class _Writer:
     def _find_last_uses(self) -> None:
         """Where the memory of what no result is may be given back: after the step that reads it last."""
         for at, step in enumerate(self.launch.steps):
-            for base in names_of(step.arguments):
-                while base in self.launch.views:
-                    self.last[base] = at
-                    base = self.launch.views[base].of
-                self.last[base] = at
+            for name in names_of(step.arguments):
+                self.last |= dict.fromkeys(self._with_bases(name), at)
         own = {name for name, array in self.launch.arrays.items() if array.lifetime == "call"}
         made = {made.name for step in self.launch.steps for made in step.returns}
-        keep = set(self.launch.results)
+        keep = {base for name in self.launch.results for base in self._with_bases(name)}
         self.last = {
             name: at for name, at in self.last.items()
-            if name not in keep and (name in own or name in made or name in self.launch.views)
+            if name not in keep and (name in own or name in made or name in self.views)
         }  # fmt: skip
 
-    def _pooled(self) -> bool:
-        """Take the float32 workspaces of a call from the memory that waits on its stream, where they are small."""
-        if self.device.type != "cuda":
-            return False
-        arrays = {
-            name: array for name, array in self.launch.arrays.items()
-            if array.lifetime == "call" and array.dtype == "float32" and array.fill is None
-            and name not in self.launch.results
-        }  # fmt: skip
-        workspace = Workspace(self.device, *(array.shape for array in arrays.values()))
-        if not arrays or not workspace.small:
-            return False
-        self.scope |= {"take": workspace.take, "leave": workspace.leave}
-        self.lines.append(f"workspace, ({''.join(f'{_plain(name)}, ' for name in arrays)}) = take()")
-        for name in arrays:
-            self.names[name] = _plain(name)
-            self.last.pop(name, None)
-        return True
+    def _with_bases(self, name: str) -> Iterator[str]:
+        """An array, and those that it is a view of."""
+        yield name
+        while name in self.views:
+            name = self.views[name].of
+            yield name
+
+    def _share(self) -> int:
+        """Make the arrays of a call that are no results parts of one memory, the smallest first; its size in bytes.
+
+        To allocate a small array costs the host as much as a large one. Those of one fill lie together, and are filled
+        at once.
+        """
+        arrays = {name: array for name, array in self.launch.arrays.items() if name in self.last}
+        sizes = {name: -(-max(BYTES[x.dtype] * math.prod(x.shape), 1) // PART) * PART for name, x in arrays.items()}
+        fills: dict[tuple[str, float | None], list[str]] = {}
+        size = 0
+        for name in sorted(arrays, key=sizes.__getitem__):
+            if size + sizes[name] > MOST_WAITING_BYTES:
+                break
+            size += sizes[name]
+            array = arrays[name]
+            fills.setdefault((array.dtype if array.fill else "int32", array.fill), []).append(name)
+        if fills:
+            self.names[SHARED] = _plain(SHARED)
+        at = 0
+        for (dtype, fill), names in fills.items():
+            first = at
+            for name in names:
+                array = arrays[name]
+                offset = at // BYTES[array.dtype]
+                self.views[name] = View(SHARED, array.dtype, array.shape, compact(array.shape), offset)
+                at += sizes[name]
+            if fill is not None:
+                n = BYTES[dtype]
+                name = f"filled_{len(self.parts)}"
+                self.parts[name] = View(SHARED, dtype, ((at - first) // n,), (1,), first // n)
+                self.lines.append(f"{name}.fill_({self._constant(fill)})")
+        return size
+
+    def _part(self, view: View) -> View | None:
+        """A view as one of the shared memory; None where it is of another array."""
+        if view.of == SHARED:
+            return view
+        base = self.views.get(view.of)
+        part = self._part(base) if isinstance(base, View) else None
+        if part is None:
+            return None
+        begin = part.offset * BYTES[part.dtype] // BYTES[view.dtype]
+        return view._replace(of=SHARED, offset=begin + view.offset)
 
     def _constant(self, value: Any, name: str = "c") -> str:
         """What the function closes over."""
@@ -174,8 +212,13 @@ class _Writer:
     def _made(self, name: str) -> str:
         if name in self.layout:
             return self._constant(self.layout[name], name)
-        view = self.launch.views.get(name)
+        view = self.views.get(name)
         if isinstance(view, View):
+            part = self._part(view)
+            if part is not None:
+                self.parts[_plain(name)] = part
+                self.last.pop(name, None)
+                return _plain(name)
             base = self.array(view.of)
             array = self.launch.arrays.get(view.of)
             if array is not None and array.dtype != view.dtype:
@@ -186,6 +229,7 @@ class _Writer:
             shape, strides = self._constant(view.shape, "shape"), self._constant(view.strides, "strides")
             offset = f"{base}.storage_offset() + {self._constant(view.offset, 'offset')}"
             self.lines.append(f"{_plain(name)} = {base}.as_strided({shape}, {strides}, {offset})")
+            self.strided = True
             return _plain(name)
         if isinstance(view, Descriptor):
             from triton.tools.tensor_descriptor import TensorDescriptor
@@ -220,17 +264,18 @@ class _Writer:
     def _address(self, name: str) -> str:
         """The text of an array's address; that of a view needs no view."""
         if name not in self.addresses:
-            view = self.launch.views.get(name)
+            view = self.views.get(name)
             if isinstance(view, Descriptor):
                 return self.array(name)
             if name in self.layout:
                 array = self.layout[name]
                 self.addresses[name] = self._constant(array.data_ptr(), f"{name}_at")
-            elif view is not None and name not in self.names:
-                offset = view.offset * BYTES[view.dtype]
-                self.addresses[name] = f"({self._address(view.of)} + {self._constant(offset)})"
             else:
-                self.lines.append(f"{_plain(name)}_at = {self.array(name)}.data_ptr()")
+                if view is None:
+                    address = f"{self.array(name)}.data_ptr()"
+                else:
+                    address = f"{self._address(view.of)} + {self._constant(view.offset * BYTES[view.dtype])}"
+                self.lines.append(f"{_plain(name)}_at = {address}")
                 self.addresses[name] = f"{_plain(name)}_at"
         return self.addresses[name]
 

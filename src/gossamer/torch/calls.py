@@ -77,20 +77,12 @@ def call_of(request: Request, key: Key | None = None) -> Call:
         found = known.get(key)
         if found is not None:
             return found
-    call = _kind_of(request)(request)
-    dims, bshd = request.arguments.dims, request.arguments.bshd
-    turned = as_given and (bshd or dims != 4)
-    known.put(key, Unbatched(call, dims, bshd) if turned else call, call.bytes)
-    return call
-
-
-def _kind_of(request: Request) -> type[Call]:
     a, attended = request.arguments, request.attended
-    if is_empty(a):
-        return EmptyCall
-    if not attended.data:
-        return Call
-    return MadeCall if a.made and a.counted else DataCall
+    kind = MadeCall if a.made and a.counted else DataCall if attended.data else Call
+    call = (EmptyCall if is_empty(a) else kind)(request)
+    turned = as_given and (a.bshd or a.dims != 4)
+    known.put(key, Unbatched(call, a.dims, a.bshd) if turned else call, call.bytes)
+    return call
 
 
 class Unbatched(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
@@ -11,11 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import View
+
 Value = TypeVar("Value")
 
-MOST_WAITING_BYTES = 2**24  # the largest workspace that waits for the next call
-MOST_WAITING = 4  # of them that wait, each for a stream
-MOST_SHAPES = 64  # whose views of a workspace are kept
+MOST_WAITING_BYTES = 2**24  # of the memory of a call that waits for the next one
+MOST_WAITING = 4  # pieces that wait, each for a stream
+MOST_USERS = 64  # whose views of one are kept
 # Slots of arrays for calls in captured graphs: how many, and elements from one to the next (128 bytes of int32).
 CAPTURED, APART = 4096, 32
 
@@ -117,64 +119,58 @@ def _stream_array(dtype: torch.dtype, shape: tuple[int, ...], fill: float, devic
 
 
 class Waiting(NamedTuple):
-    """A workspace: its stream, float32 memory, and views of it by the shapes of those that used it."""
+    """Memory that waits: its stream, the memory as int32, and the views of it that its users asked for."""
 
     stream: Stream
     memory: Tensor
-    views: dict[tuple[tuple[int, ...], ...], tuple[Tensor, ...]]
+    views: dict[Workspace, tuple[Tensor, ...]]
 
 
 _waiting: dict[Stream, Waiting] = {}
 
 
 class Workspace:
-    """Float32 arrays that the kernels of a call leave one another: `shapes`, uninitialised, at multiples of 256 bytes.
+    """Memory for what the kernels of a call leave one another: `size` bytes, uninitialised, and `views` of them.
 
-    Their memory waits for the next call on the stream, whose kernels come after. No call gets what another one has
-    taken and not left; those of a graph, which may be replayed on any stream, are allocated.
+    It waits for the next call on the stream, whose kernels come after. No call gets what another one has taken and not
+    left; that of a graph, which may be replayed on any stream, is allocated.
     """
 
-    def __init__(self, device: torch.device, *shapes: tuple[int, ...]) -> None:
-        self.device, self.shapes = device, shapes
-        self.starts, size = [], 0
-        for shape in shapes:
-            self.starts.append(size)
-            size += -(-math.prod(shape) // 64) * 64
-        self.size = size
+    def __init__(self, device: torch.device, size: int, views: Iterable[View]) -> None:
+        self.device, self.views = device, tuple(views)
+        self.numbers = 1 << max(-(-size // 4) - 1, 63).bit_length()
 
-    @property
-    def small(self) -> bool:
-        """Whether its memory may wait; large ones are allocated."""
-        return 4 * self.size <= MOST_WAITING_BYTES
-
-    def take(self) -> tuple[Waiting | None, tuple[Tensor, ...]]:
-        """(what `leave` wants, or None; the arrays)."""
+    def take(self) -> tuple[Waiting | None, Tensor, tuple[Tensor, ...]]:
+        """(what `leave` wants, or None; the memory; the views)."""
         if torch.cuda.is_current_stream_capturing():
-            memory = torch.empty(self.size, dtype=torch.float32, device=self.device)
-            return None, self._views(memory)
+            memory = self._memory()
+            return None, memory, self._views(memory)
         stream = self.device.index, torch._C._cuda_getCurrentRawStream(self.device.index)
         kept = _waiting.pop(stream, None)
-        views = None if kept is None else kept.views.get(self.shapes)
+        views = None if kept is None else kept.views.get(self)
         if kept is not None and views is not None:
-            return kept, views
-        if kept is None or kept.memory.numel() < self.size:
-            size = 1 << (self.size - 1).bit_length()
-            memory = outlasting(self.device, lambda: torch.empty(size, dtype=torch.float32, device=self.device))
-            kept = Waiting(stream, memory, {})
+            return kept, kept.memory, views
+        if kept is None or kept.memory.numel() < self.numbers:
+            kept = Waiting(stream, outlasting(self.device, self._memory), {})
+            if kept.memory.is_cuda:  # it was allocated on the stream of another thread, and may be freed at any time
+                kept.memory.record_stream(torch.cuda.current_stream(self.device))
         with torch.inference_mode(False):  # what waits is written by later calls, of any mode
-            if len(kept.views) >= MOST_SHAPES:
+            if len(kept.views) >= MOST_USERS:
                 kept.views.clear()
-            views = kept.views[self.shapes] = self._views(kept.memory)
-        return kept, views
+            views = kept.views[self] = self._views(kept.memory)
+        return kept, kept.memory, views
+
+    def _memory(self) -> Tensor:
+        return torch.empty(self.numbers, dtype=torch.int32, device=self.device)
 
     def _views(self, memory: Tensor) -> tuple[Tensor, ...]:
         return tuple(
-            memory[start : start + math.prod(shape)].view(shape)
-            for start, shape in zip(self.starts, self.shapes, strict=True)
+            memory.view(getattr(torch, view.dtype)).as_strided(view.shape, view.strides, view.offset)
+            for view in self.views
         )
 
     @staticmethod
     def leave(kept: Waiting) -> None:
-        """The kernels that use the arrays have been launched."""
+        """The kernels that use the memory have been launched."""
         if len(_waiting) < MOST_WAITING or kept.stream in _waiting:
             _waiting[kept.stream] = kept

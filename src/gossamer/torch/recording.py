@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gossamer.kernels.relaunch import Launched, launching
-from gossamer.torch.bind import on_device, written
+from gossamer.torch.bind import written
 from gossamer.torch.key import unseen
 from gossamer.torch.memory import outlasting
 
@@ -128,7 +128,7 @@ def _function(steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, .
     writer.lines.append(f"return ({''.join(f'{writer.text(x)}, ' for x in made)})")
     writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
     body = ["with below_autograd():", *(f"    {line}" for line in writer.lines)]
-    return written(on_device(body, writer.scope, device), parameters, writer.scope)
+    return written(body, parameters, writer.scope, device)
 
 
 def _varying(steps: list[_Step], given: Sequence[Tensor]) -> tuple[list[_Step], set[int]]:

@@ -19,17 +19,16 @@ from gossamer.kernels.triton.gather.config import piece
 Wanted = Literal["out", "lists", "keys"]  # out and what the backward reads; the lists alone; the keys of the k largest
 
 
-def prepare(c: KernelCall, wanted: Wanted, keep_lists: bool, with_stats: bool) -> Prepared:
-    """A forward: of out, then lam, support and certified if `with_stats`, then the lists if they are kept.
+def prepare(c: KernelCall, wanted: Wanted, keep_lists: bool, stats: tuple[str, ...] = ()) -> Prepared:
+    """A forward: of out, then `stats`, then the lists if they are kept.
 
     Args:
         keep_lists: whether the lists of all rows are wanted; else they are made in parts.
-        with_stats: whether what `Stats` says of each row is.
+        stats: what is wanted of each row of what `Stats` has.
     """
-    lists = made(c, wanted, keep_lists, with_stats)
-    of_stats = ("lam", "support", "certified") if with_stats else ()
+    lists = made(c, wanted, keep_lists, bool(stats))
     of_lists = tuple(lists)[:: 2 if wanted == "keys" else 1] if keep_lists else ()
-    return c.b.done(*(("out",) if wanted == "out" else ()), *of_stats, *of_lists)
+    return c.b.done(*(("out",) if wanted == "out" else ()), *stats, *of_lists)
 
 
 def made(c: KernelCall, wanted: Wanted, keep_lists: bool, with_stats: bool) -> Lists:
