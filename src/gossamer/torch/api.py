@@ -31,8 +31,8 @@ from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
-from gossamer.torch.repeated import by_structure
 from gossamer.torch.reorder import orders, permuted
+from gossamer.torch.repeated import by_structure
 from gossamer.torch.request import DENSE, Request, request_of, resolve_pattern
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import Structure

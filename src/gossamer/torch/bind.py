@@ -63,7 +63,7 @@ def bind(
 def written(
     body: list[str], parameters: Iterable[str], scope: dict[str, Any], device: torch.device
 ) -> Callable[..., Any]:  # fmt: skip
-    """The function of these lines, which closes over the names in `scope` and runs on a device, whichever is current."""
+    """The function of these lines, which closes over the names in `scope` and runs on its device from any other."""
     if device.type == "cuda":
         # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
         # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
@@ -76,7 +76,8 @@ def written(
             "finally:",
             "    if before != here: change_to(before)",
         ]
-    lines = [f"def make({', '.join(scope)}):", f"    def call({', '.join(parameters)}):", *(f"        {x}" for x in body)]
+    call = f"    def call({', '.join(parameters)}):", *(f"        {line}" for line in body)
+    lines = [f"def make({', '.join(scope)}):", *call]
     return _compiled("\n".join([*lines, "    return call", ""]))(**scope)
 
 
@@ -92,7 +93,7 @@ def kernel_of(kernel: Kernel) -> Callable[..., Any]:
 class _Writer:
     """Writes the function of one launch."""
 
-    def __init__(self, prepared: Prepared, device: torch.device, made: bool) -> None:
+    def __init__(self, prepared: Prepared, device: torch.device, made: bool = False) -> None:
         self.launch, self.device = prepared.launch, device
         self.layout = {} if made else prepared.layout
         self.made = tuple(prepared.layout) if made else ()

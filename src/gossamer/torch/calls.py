@@ -191,13 +191,10 @@ class Call:
 
     def _bound(self, direction: Direction, operands: dict[str, Operand], given: DataLayout | None = None) -> Bound:
         """The function of a launch, for tensors that lie as the operands do."""
-        own = self._own_results(direction, operands)
+        own = results_in_bshd(direction, operands) if self.options.bshd else {}
         make = partial(self._prepared, direction, operands | own, given)
         prepared = outlasting(self.device, make) if self.device.type == "cuda" and self._outlasts(given) else make()
         return self._function(direction, prepared, own)
-
-    def _own_results(self, direction: Direction, operands: dict[str, Operand]) -> dict[str, Operand]:
-        return results_in_bshd(direction, operands) if self.options.bshd else {}
 
     def _function(
         self, direction: Direction, prepared: Prepared, own: dict[str, Operand], made: bool = False
@@ -321,7 +318,8 @@ class MadeCall(DataCall):
 
     def _remade(self, direction: Direction, operands: dict[str, Operand], data: tuple[Tensor, ...]) -> Bound | None:
         """The function of a launch and of what it reads, which it makes of a layout's arrays; None where it cannot."""
-        own, plan = self._own_results(direction, operands), self.plan if direction == "forward" else self.plan.gradient
+        plan = self.plan if direction == "forward" else self.plan.gradient
+        own = results_in_bshd(direction, operands) if self.options.bshd else {}
         implementation, geometry = cast(Implementation, plan.implementations[0]), self.attended.geometry
         prepared: list[Prepared] = []
 

@@ -66,7 +66,8 @@ def by_structure(
             (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
             alive = token_of(pattern.handle) if isinstance(pattern, Pattern) else None
             known.put(key, Repeated(attended.again, call, Sizes(B, H, G, Q, K), a.dims, a.bshd, alive))
-        return unbatched(*call(a.q, a.k, a.v, *request.more), a.dims, a.bshd)
+        out, lse = call(a.q, a.k, a.v, *request.more)
+        return unbatched(out, lse, a.dims, a.bshd)
     if found is NOT_REPEATED:
         return None
     if structure is not None:
@@ -97,7 +98,7 @@ def _key(
     key = key_of(
         q, k, v, DENSE, o.scale, at, o.softcap, o.implementation, o.deterministic, vectors, bshd, o.alibi_distance
     )
-    if key is None or told is None or q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
+    if key is None or told is None or (q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]):
         return None
     if offset is not None and vectors and vectors.alibi_slopes is not None:  # counted by the kernel, from a number
         return None
