@@ -306,7 +306,7 @@ def test_launches_at_once(streams: None) -> None:
 
     def launch(size: int, x: torch.Tensor, y: torch.Tensor, grid: tuple[int, ...] = (3,), **more: Any) -> None:
         given = {"scale": 0.5, "FLAG": True, "num_warps": 4} | more
-        relaunch.at_once(kernel, grid)(size, x, table=x, y=y, **given)
+        relaunch.launch(kernel, grid, size, x, table=x, y=y, **given)
 
     def compiled() -> int:
         return sum(kind == "compiled" for kind, _, _ in kernel.calls)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from gossamer.blocks.operator import choose
 from gossamer.blocks.scores import row_bounds
-from gossamer.kernels.tapes import launches_on
 from gossamer.memo import Memo
 from gossamer.patterns.reach import Reach, rule
 from gossamer.plan.problem import Unsupported
@@ -219,7 +216,6 @@ def topk_blocks(
     if call is None:
         call = _call(q, k, *options)
         if key is not None:
-            call.launches = launches_on(q.device)
             call = known.put(key, call)
     return call(q, k)
 
@@ -238,14 +234,13 @@ class Call:
     def __init__(self, options: tuple[Any, ...], choice: Choice, bshd: bool) -> None:
         """A call with the `options` of `by_operations`, and a choice without q and k."""
         self.options, self.choice, self.bshd = options, choice, bshd
-        self.launches: Callable[[], AbstractContextManager[None]] = nullcontext  # which compilers trace
 
     def __call__(self, q: Tensor, k: Tensor) -> SelectedBlocks:
         """The chosen blocks, a constant."""
         q, k = q.detach(), k.detach()
         if self.bshd or self.choice.dims != 4:
             q, k, _ = four_dimensional(q, k, k, self.bshd)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False), self.launches():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             q, k = (x.to(self.choice.cast or x.dtype) for x in (q, k))
             chosen = choose(q, k, *self.options)
         return SelectedBlocks(*chosen, self.choice._replace(q=q, k=k))

@@ -228,7 +228,7 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
 
 
 class Launched(NamedTuple):
-    """A launch of `at_once`."""
+    """A launch of `launch`."""
 
     run: Callable[..., None]
     arguments: tuple[Any, ...]  # tensors and numbers
@@ -245,7 +245,7 @@ _thread = local()
 
 @contextmanager
 def launching(through: Callable[[Launched], None]) -> Iterator[None]:
-    """Within it each launch of this thread by `at_once` is left to a function."""
+    """Within it each `launch` of this thread is left to a function."""
     before = getattr(_thread, "through", None)
     _thread.through = through
     try:
@@ -254,32 +254,32 @@ def launching(through: Callable[[Launched], None]) -> Iterator[None]:
         _thread.through = before
 
 
-def at_once(function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """`function[grid]`, which Triton looks up for the first of equal launches alone: the others take a fraction.
+def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """function[grid](*arguments, **named), which Triton looks up for the first of equal launches alone.
 
-    Equal are those of the same numbers, and of tensors of the same types and alignment.
+    The others take a fraction. Equal are those of the same integers, and of tensors of the same types and alignment.
+
+    Args:
+        arguments: tensors and numbers, by place.
+        named: other arguments, the kernel's constants, and options of the launch.
     """
-
-    def run(*arguments: Any, **named: Any) -> None:
-        given = arguments + tuple(map(named.pop, _names(function)[len(arguments) :]))
-        by_address = not knobs.runtime.interpret
-        found = _found(function, grid, given, named) if by_address else partial(function[grid], **named)
-        launched, through = Launched(found, given, by_address), getattr(_thread, "through", None)
-        launched() if through is None else through(launched)
-
-    return run
-
-
-def _found(
-    function: Any, grid: tuple[int, ...], given: tuple[Any, ...], options: dict[str, Any]
-) -> Callable[..., None]:
-    facts: list[Any] = []
-    for x in given:
-        if isinstance(x, torch.Tensor):
-            facts += x.dtype, x.data_ptr() % ALIGNMENT == 0
-        else:
-            facts.append(x)
-    return _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(options.items()))
+    numbers = len(arguments)
+    given = arguments + tuple(map(named.pop, _names(function)[numbers:]))
+    through = getattr(_thread, "through", None)
+    if knobs.runtime.interpret:
+        launched = Launched(partial(function[grid], **named), given, False)
+    else:
+        facts: list[Any] = []
+        for at, x in enumerate(given):
+            if isinstance(x, torch.Tensor):
+                facts += x.dtype, x.data_ptr() % ALIGNMENT == 0
+            elif at < numbers and type(x) is float:
+                facts.append(float)  # Triton compiles for no float's value
+            else:
+                facts.append(x)
+        run = _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(named.items()))
+        launched = Launched(run, given, True)
+    launched() if through is None else through(launched)
 
 
 @lru_cache
@@ -293,5 +293,8 @@ def _kept(
 ) -> Callable[..., None]:
     """`launcher` on the current device; of a tensor the facts are its type, and behind it whether it is aligned."""
     left = iter(facts)
-    signature = [Pointer(str(x).removeprefix("torch."), next(left)) if isinstance(x, torch.dtype) else x for x in left]
+    signature = [
+        Pointer(str(x).removeprefix("torch."), next(left)) if isinstance(x, torch.dtype) else 0.5 if x is float else x
+        for x in left
+    ]
     return launcher(function, Programs(grid, options, tuple(signature)))

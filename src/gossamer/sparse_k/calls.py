@@ -5,7 +5,6 @@ A repeated call that is plain and eager is one look-up and one autograd function
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.row_formulas import compute_dtype
-from gossamer.kernels.tapes import launches_on
 from gossamer.memo import Memo
 from gossamer.plan.problem import Unsupported
 from gossamer.sparse_k.autograd import empty
@@ -23,8 +21,6 @@ from gossamer.sparse_k.selection import DIRECT, SelectedKeys, Selection
 from gossamer.torch.arguments import four_dimensional, unbatched
 from gossamer.torch.key import SIMPLE, Key, alignment, facts, plain
 from gossamer.torch.memory import hold_for_graphs
-
-MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
 
 known: Memo[Call] = Memo()
 
@@ -53,8 +49,6 @@ class Call:
         scores, steps = u.detach().to(self.wide), torch.empty(u.shape, dtype=torch.int32, device="meta")
         self.by = implementation(None, Operands(q, k, v, scores, scores, steps, steps), options)
         self.differentiable = _differentiable((q, k, v, u))
-        self.launches = launches_on(q.device)
-        self.backwards: Memo[Callable[[], Any]] = Memo(MOST_BACKWARDS)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse), with as many dimensions as q has."""
@@ -68,7 +62,7 @@ class Call:
         """out, lse and the keys that are kept, without a gradient."""
         if q.is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
-        with torch.cuda.device_of(q), self.launches():
+        with torch.cuda.device_of(q):
             kept = self.how.of(u, DIRECT)
             operands = self._operands(q, k, v, u, kept)
             out, lse = empty(operands) if 0 in q.shape else self.by.forward(operands, self.options)
@@ -84,11 +78,7 @@ class Call:
             operator = torch.ops.gossamer.sparse_k_backward.default
             g = SparseKGradients(*operator(dout, dlse, out, lse, *operands, *self.options, None))
         else:
-            # Hooks on saved tensors may return them with other strides than in the forward.
-            tensors = [t for t in (dout, dlse, out, lse, *x, *kept) if t is not None]
-            key = dlse is None, alignment(*tensors), *[t.stride() for t in tensors]
-            launches = self.backwards.get_or_make(key, lambda: launches_on(q.device))
-            with torch.cuda.device_of(q), launches():
+            with torch.cuda.device_of(q):
                 g = self.by.backward(dout, dlse, out, lse, operands, self.options)
                 return g.q, g.k, g.v, self._of_scores(u, kept, g)
         return g.q, g.k, g.v, self._of_scores(u, kept, g)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +10,9 @@ from torch import Tensor
 
 from gossamer.checks import whole
 from gossamer.kernels.packages import has_triton
-from gossamer.kernels.tapes import launches_on
-from gossamer.memo import Memo
 from gossamer.sparse_k.thresholds import causal_thresholds, last_largest, threshold
 from gossamer.torch.arguments import describe
-from gossamer.torch.key import alignment, facts, plain
+from gossamer.torch.key import plain
 from gossamer.torch.transforms import refuse_transforms
 
 
@@ -184,7 +180,7 @@ def causal_of(u: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return torch.empty_like(u), torch.empty_like(u, dtype=torch.int32)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
-        with torch.cuda.device_of(u), _launches(("causal", k), rows):
+        with torch.cuda.device_of(u):
             tau = kernels.thresholds(kernels.prefixes(rows, k))
     else:
         tau = causal_thresholds(rows, k).to(u.dtype)
@@ -212,15 +208,6 @@ def _kernels(u: Tensor) -> Any:
     from gossamer.sparse_k.thresholds_triton import launch
 
     return launch if launch.available(u) else None
-
-
-_known: Memo[Callable[[], AbstractContextManager[None]]] = Memo()
-
-
-def _launches(what: tuple[Any, ...], *rows: Tensor) -> AbstractContextManager[None]:
-    """The launches of a function of rows of scores."""
-    key = what, facts(*rows), alignment(*rows)
-    return _known.get_or_make(key, lambda: launches_on(rows[0].device))()
 
 
 def has_kernels(u: Tensor) -> bool:
@@ -266,7 +253,7 @@ def threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor
 
 def _thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
     rows = tuple(x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau, dtau))
-    with torch.cuda.device_of(u), _launches(("backward",), *rows):
+    with torch.cuda.device_of(u):
         gradient: Tensor = _kernels(u).thresholds_backward(*rows)
     return gradient.reshape(u.shape)
 
@@ -295,7 +282,7 @@ def largest_of(u: Tensor, k: int) -> Tensor:
         return torch.empty_like(u, dtype=torch.int32)
     rows = u.reshape(-1, u.shape[-1])
     if (kernels := _kernels(u)) is not None:
-        with torch.cuda.device_of(u), _launches(("largest", k), rows):
+        with torch.cuda.device_of(u):
             last: Tensor = kernels.last_largest(kernels.prefixes(rows, k))
         return last.reshape(u.shape)
     return last_largest(rows, k).int().reshape(u.shape)

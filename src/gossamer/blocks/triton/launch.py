@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.blocks.triton.choose_kernel import choose_kernel
 from gossamer.blocks.triton.score_kernels import bound_kernel, extremes_kernel, mean_kernel, mean_score_kernel
-from gossamer.kernels.tapes import launch
+from gossamer.kernels.relaunch import launch
 
 MOST_BLOCKS = 2**14  # blocks of keys, whose scores for a list one program holds
 MOST_LISTED = 2**11  # blocks of a list, which a program sorts

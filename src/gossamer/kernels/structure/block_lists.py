@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import at_once
+from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.block_kernels import count_kernel, order_kernel, place_kernel
 
 WORD = 32
@@ -47,11 +47,11 @@ def block_lists(
         lo, hi = lo.contiguous(), hi.contiguous()
         bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
     groups = -(-T // LISTS)
-    at_once(order_kernel, (Bl * Hl * groups,))(
-        indices, unread if counts is None else counts, unread if lo is None else lo, unread if hi is None else hi,
-        row_starts, row_counts, row_indices, listed_bits, kept_bits, before, T, C, n, Q, K, Hl, groups,
-        *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None,
-        KINDS=row_kinds, KEPT=kept, BLOCK=block, LISTS=LISTS, ENTRIES=power(n, WORD, MOST_ENTRIES),
+    launch(
+        order_kernel, (Bl * Hl * groups,), indices, unread if counts is None else counts, unread if lo is None else lo,
+        unread if hi is None else hi, row_starts, row_counts, row_indices, listed_bits, kept_bits, before, T, C, n, Q,
+        K, Hl, groups, *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is
+        not None, KINDS=row_kinds, KEPT=kept, BLOCK=block, LISTS=LISTS, ENTRIES=power(n, WORD, MOST_ENTRIES),
         WORDS=power(words, LISTS, MOST_WORDS), num_warps=4,
     )  # fmt: skip
     if not transpose:
@@ -63,11 +63,12 @@ def block_lists(
     sums, column_indices = torch.empty(column_kinds * programs, **new), torch.empty(lists * n, **new)
     whole = Q // block
     constants = {"KINDS": column_kinds, "KEPT": kept, "ROWS": power(T, WORD, ROWS), "COLUMNS": COLUMNS}
-    at_once(count_kernel, (programs,))(
-        listed_bits, kept_bits, column_counts, sums, T, C, groups, whole, **constants, num_warps=4
-    )
-    at_once(place_kernel, (programs,))(
-        listed_bits, kept_bits, column_counts, sums, starts, column_indices, T, C, groups, whole, **constants,
-        SUMS=SUMS, num_warps=4,
+    launch(
+        count_kernel, (programs,), listed_bits, kept_bits, column_counts, sums, T, C, groups, whole, **constants,
+        num_warps=4,
+    )  # fmt: skip
+    launch(
+        place_kernel, (programs,), listed_bits, kept_bits, column_counts, sums, starts, column_indices, T, C, groups,
+        whole, **constants, SUMS=SUMS, num_warps=4,
     )  # fmt: skip
     return row_starts, row_counts, row_indices, starts, column_counts, column_indices

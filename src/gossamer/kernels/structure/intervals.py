@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import at_once
+from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.interval_kernels import (
     count_tiles_kernel,
     place_tiles_kernel,
@@ -29,9 +29,10 @@ def turned(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     lo, hi = lo.contiguous(), hi.contiguous()
     column_lo, column_hi = (torch.empty((*lead, columns), dtype=torch.int32, device=lo.device) for _ in range(2))
     programs = -(-columns // COLUMNS)
-    at_once(turn_kernel, (lo.numel() // rows * programs,))(
-        lo, hi, column_lo, column_hi, rows, columns, programs, rows.bit_length(), COLUMNS=COLUMNS, num_warps=4
-    )
+    launch(
+        turn_kernel, (lo.numel() // rows * programs,), lo, hi, column_lo, column_hi, rows, columns, programs,
+        rows.bit_length(), COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return column_lo, column_hi
 
 
@@ -54,8 +55,9 @@ def interval_lists(
     # Kernels read no pointer of a side that is not asked for, but each has to be one.
     unread = () if transpose else (lo, lo)
     given = lo, hi, *(unread or (column_lo, column_hi)), of_rows, of_columns if transpose else lo
-    at_once(count_tiles_kernel, grid)(*given, Q, K, T, C, leads, Q.bit_length(), every, **blocks, num_warps=4)
-    at_once(place_tiles_kernel, grid)(
-        *given, indices, Q, K, T, C, leads, room, every, tiles, **blocks, SUMS=SUMS, num_warps=4
-    )
+    launch(count_tiles_kernel, grid, *given, Q, K, T, C, leads, Q.bit_length(), every, **blocks, num_warps=4)
+    launch(
+        place_tiles_kernel, grid, *given, indices, Q, K, T, C, leads, room, every, tiles, **blocks, SUMS=SUMS,
+        num_warps=4,
+    )  # fmt: skip
     return of_rows, of_columns, column_lo, column_hi, indices

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.gpu import processors
-from gossamer.kernels.relaunch import at_once
+from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.block_lists import WORD, power
 from gossamer.kernels.structure.union_kernels import union_kernel
 
@@ -39,10 +39,10 @@ def key_unions(
         lo, hi = lo.contiguous(), hi.contiguous()
         bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
     unread = starts  # a pointer that is not read still needs an array
-    at_once(union_kernel, (programs,))(
-        indices, unread if counts is None else counts, unread if lo is None else lo, unread if hi is None else hi,
-        starts, listed_counts, listed, bits, marks, groups, T, n, Q, K, Hl, room, *indices.stride(), *count_strides,
-        *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None, QUERIES=block,
-        ENTRIES=power(n, WORD, MOST_ENTRIES), WORDS=power(words, LEAST_WORDS, MOST_WORDS), num_warps=4,
+    launch(
+        union_kernel, (programs,), indices, unread if counts is None else counts, unread if lo is None else lo, unread
+        if hi is None else hi, starts, listed_counts, listed, bits, marks, groups, T, n, Q, K, Hl, room,
+        *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None,
+        QUERIES=block, ENTRIES=power(n, WORD, MOST_ENTRIES), WORDS=power(words, LEAST_WORDS, MOST_WORDS), num_warps=4,
     )  # fmt: skip
     return starts, listed_counts, listed, bits

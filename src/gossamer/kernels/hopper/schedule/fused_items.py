@@ -20,7 +20,7 @@ from gossamer.kernels.hopper.schedule.item_kernels import (
     many_kernel,
 )
 from gossamer.kernels.hopper.schedule.words import entries
-from gossamer.kernels.relaunch import at_once
+from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.block_lists import power
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
@@ -102,20 +102,21 @@ def fused_items(
     written |= dict(zip(("full_starts", "interval_starts", "bits_starts"), kinds.starts, strict=True))
     _, written["base_1"], written["base_2"] = kinds.bases
     if n * copies <= ROUNDS * blocks:
-        at_once(few_kernel, (-(-n * copies // OWN),))(**written, BY_COPY=n * copies <= blocks, num_warps=4)
+        launch(few_kernel, (-(-n * copies // OWN),), **written, BY_COPY=n * copies <= blocks, num_warps=4)
         return Made(items, merges, slots * copies, segments)
     bins = times * kinds.most + 1
     bins_at_once = power(bins, FEW_BINS, MOST_BINS)
     lengths, reached = torch.empty(n, **new), torch.empty((lists, bins), **new)
     totals = torch.empty((lists, 2), dtype=torch.int64, device=walk.device)
-    at_once(length_kernel, (lists, -(-bins // bins_at_once)))(
-        **counts, lengths=lengths, reached=reached, totals=totals, **where, bins=bins,
-        ITEMS=power(tiles * parts, FEW_BINS, LENGTHS), BINS=bins_at_once, **kinds.constants, num_warps=8,
+    launch(
+        length_kernel, (lists, -(-bins // bins_at_once)), **counts, lengths=lengths, reached=reached, totals=totals,
+        **where, bins=bins, ITEMS=power(tiles * parts, FEW_BINS, LENGTHS), BINS=bins_at_once, **kinds.constants,
+        num_warps=8,
     )  # fmt: skip
     chunks = -(-tiles * parts // OWN)
-    at_once(many_kernel, (lists * copies * chunks,))(
-        **written, lengths=lengths, reached=reached, totals=totals, bins=bins, blocks=blocks, slack=SLACK,
-        chunks=chunks, n_items=n, SIZES=SIZES, MIDDLE=MIDDLE, HALVINGS=HALVINGS,
+    launch(
+        many_kernel, (lists * copies * chunks,), **written, lengths=lengths, reached=reached, totals=totals, bins=bins,
+        blocks=blocks, slack=SLACK, chunks=chunks, n_items=n, SIZES=SIZES, MIDDLE=MIDDLE, HALVINGS=HALVINGS,
         LISTS=power(lists, FEW_LISTS, MOST_LISTS), num_warps=4,
     )  # fmt: skip
     return Made(items, merges, slots * copies, segments)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import BYTES, Builder, Operand, Prepared
-from gossamer.kernels.relaunch import Strides, at_once, padded
+from gossamer.kernels.relaunch import Strides, launch, padded
 from gossamer.kernels.triton.arguments import LARGEST_ROW_STRIDE, arrays, operand, row_results, terms, vector
 from gossamer.kernels.triton.block.config import config
 from gossamer.kernels.triton.config import architecture
@@ -57,9 +57,9 @@ def ends_of(offsets: Tensor, key_lengths: Tensor | None, behind: int, K: int) ->
     lengths = offsets if key_lengths is None else key_lengths.contiguous()
     ends = torch.empty_like(offsets, dtype=torch.int32)
     with torch.cuda.device_of(offsets):
-        at_once(ends_kernel, (triton.cdiv(len(ends), OF_ENDS),))(
-            offsets, lengths, ends, behind, most_offset(1, K), len(ends), K, key_lengths is not None, OF_ENDS,
-            num_warps=4, enable_fp_fusion=True,
+        launch(
+            ends_kernel, (triton.cdiv(len(ends), OF_ENDS),), offsets, lengths, ends, behind, most_offset(1, K),
+            len(ends), K, key_lengths is not None, OF_ENDS, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return ends
 
