@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gossamer.kernels.launch import Vectors
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.layouts.base import OF_EACH
-from gossamer.torch.arguments import BHND, AttentionOptions, Layout, Lengths, offset
+from gossamer.torch.arguments import BHND, AttentionOptions, Layout, Lengths, offset, vectors_of
+from gossamer.torch.repeated import layout_by_structure
 from gossamer.torch.request import asks_for_structure, request_of
 from gossamer.torch.structure import Structure
 
@@ -62,8 +65,17 @@ def device_layout(
         q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths, softcap=softcap, sink_logits=sink_logits,
         implementation=implementation, deterministic=deterministic, layout=layout,
     )  # fmt: skip
-    request = request_of(q, k, v, pattern, options)
-    made = request.attended.alive
+    compiling = torch.compiler.is_compiling()
+    if deterministic is None and not compiling:
+        options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    vectors: Vectors | tuple[()] = ()
+    if not key_lengths is sink_logits is None:
+        vectors = vectors_of(q, key_lengths, sink_logits, None)
+    made = (
+        request_of(q, k, v, pattern, options, vectors).attended.alive
+        if compiling
+        else layout_by_structure(q, k, v, pattern, options, vectors)
+    )
     assert isinstance(made, (BlockLayout, GatherLayout))
     held: Any = made.K - made.Q if q_offset is None else offset(q_offset)
     if isinstance(q_offset, Tensor):

@@ -27,7 +27,10 @@ _READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
 
 
 class Recorded(NamedTuple):
-    """What was made, and the function that makes it again from other tensors; None where the host read numbers."""
+    """What was made, and the function that makes it again from other tensors; None where the host read numbers.
+
+    The function's attribute `held` has the bytes that it holds.
+    """
 
     made: tuple[Tensor, ...]
     again: Remade | None
@@ -128,7 +131,9 @@ def _function(steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, .
     writer.lines.append(f"return ({''.join(f'{writer.text(x)}, ' for x in made)})")
     writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
     body = ["with below_autograd():", *(f"    {line}" for line in writer.lines)]
-    return written(body, parameters, writer.scope, device)
+    function = written(body, parameters, writer.scope, device)
+    function.held = sum(x.nbytes for x in moved.values())  # type: ignore[attr-defined]
+    return function
 
 
 def _varying(steps: list[_Step], given: Sequence[Tensor]) -> tuple[list[_Step], set[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
@@ -12,25 +14,41 @@ from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.torch.arguments import AttentionOptions, four_dimensional, is_bshd, unbatched
 from gossamer.torch.calls import call_of, known
+from gossamer.torch.given_layouts import Given, layout_from
 from gossamer.torch.key import Key, alignment, facts, key_of, plain
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.recording import Remade
-from gossamer.torch.request import DENSE, asks_for_structure, request_of
+from gossamer.torch.request import DENSE, Request, asks_for_structure, request_of
 from gossamer.torch.structure.base import Sizes, Structure
+
+
+class Asked(NamedTuple):
+    """What a call asks for."""
+
+    key: Key
+    pattern: Any  # a Structure, a Pattern or None
+    given: list[Tensor]  # what its structure is made of
 
 
 class Repeated(NamedTuple):
     """What calls of one key do."""
 
-    again: Remade  # the arrays of their layout, of the structure's tensors and the vectors
+    again: Remade | None  # makes the arrays of their layout of what they are given; None: they go the usual way
+    geometry: tuple[int, ...]  # of the layout
     call: Any  # computes them, from q, k and v of four dimensions
     sizes: Sizes
     dims: int
     bshd: bool
     alive: Any  # what the key names by a handle lives as long
 
-
-NOT_REPEATED = object()  # kept for a key whose calls go the usual way
+    def arrays(self, pattern: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
+        """Those of the layout of a call."""
+        assert self.again is not None
+        if isinstance(pattern, Structure):
+            pattern.check_numbers(self.sizes)
+        if given[0].is_cuda and is_current_stream_capturing():
+            hold_for_graphs(self)
+        return self.again(*given)
 
 
 def by_structure(
@@ -41,67 +59,81 @@ def by_structure(
     Args:
         vectors: key_lengths, sink_logits and alibi_slopes as `vectors_of` makes them, or nothing.
     """
-    o = options
-    if not asks_for_structure(pattern, o.q_offset, o.key_starts):
+    asked = _asked(q, k, v, pattern, options, vectors)
+    if asked is None:
         return None
-    structure = pattern if isinstance(pattern, Structure) else None
-    if structure is not None and structure.on_host and isinstance(q, Tensor):
-        structure = pattern = structure.placed(q.device)
-    lengths, sinks, slopes = vectors or NO_VECTORS
-    offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
-    given = [x for x in (offset, o.key_starts, lengths) if x is not None]
-    if structure is not None:
-        given = [*structure.tensors, *given]
-    key = _key(q, k, v, structure or pattern, o, vectors, offset, given)
-    if key is None:
-        return None
-    found: Any = known.get(key)
+    found: Any = known.get(asked.key)
     if found is None:
-        request = request_of(q, k, v, pattern, o, vectors, repeats=True)
-        a, attended, *_ = request
-        call = call_of(request)
-        if attended.again is None:
-            known.put(key, NOT_REPEATED)
-        else:
-            (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
-            alive = token_of(pattern.handle) if isinstance(pattern, Pattern) else None
-            known.put(key, Repeated(attended.again, call, Sizes(B, H, G, Q, K), a.dims, a.bshd, alive))
+        request = request_of(q, k, v, asked.pattern, options, vectors, repeats=True)
+        a, call = request.arguments, call_of(request)
+        _keep(asked, request, call)
         out, lse = call(a.q, a.k, a.v, *request.more)
         return unbatched(out, lse, a.dims, a.bshd)
-    if found is NOT_REPEATED:
+    if found.again is None:
         return None
-    if structure is not None:
-        structure.check_numbers(found.sizes)
-    if q.is_cuda and is_current_stream_capturing():
-        hold_for_graphs(found)
-    turned = found.dims != 4 or found.bshd
-    if turned:
-        q, k, v = four_dimensional(q, k, v, found.bshd)
-    out, lse = found.call(q, k, v, None, sinks, slopes, *found.again(*given))
-    return unbatched(out, lse, found.dims, found.bshd) if turned else (out, lse)
+    _, sinks, slopes = vectors or NO_VECTORS
+    data = found.arrays(asked.pattern, asked.given)
+    if found.dims == 4 and not found.bshd:
+        out, lse = found.call(q, k, v, None, sinks, slopes, *data)
+        return out, lse
+    out, lse = found.call(*four_dimensional(q, k, v, found.bshd), None, sinks, slopes, *data)
+    return unbatched(out, lse, found.dims, found.bshd)
 
 
-def _key(
-    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, vectors: Vectors | tuple[()], offset: Tensor | None,
-    given: list[Any],
-) -> Key | None:  # fmt: skip
-    """What tells such calls apart; None for one that has no key as it is.
+def layout_by_structure(
+    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()]
+) -> Given:  # fmt: skip
+    """The layout of such a call, made on its device."""
+    asked = _asked(q, k, v, pattern, options, vectors)
+    found: Any = None if asked is None else known.get(("layout", asked.key))
+    if asked is not None and found is not None and found.again is not None:
+        # Made in inference mode it could not be used in training later.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            return layout_from(list(found.arrays(asked.pattern, asked.given)), found.geometry)
+    request = request_of(q, k, v, pattern, options, vectors, repeats=asked is not None and found is None)
+    if asked is not None and found is None:
+        _keep(asked._replace(key=("layout", asked.key)), request, None)
+    made: Given = request.attended.alive
+    return made
 
-    Args:
-        given: what the structure is made of.
-    """
-    if not all(isinstance(x, Tensor) for x in given) or not plain(*given):
+
+def _keep(asked: Asked, request: Request, call: Any) -> None:
+    """Keep how calls like one are repeated. What a captured graph makes is not recorded: the next call is."""
+    a, attended, *_ = request
+    if a.q.is_cuda and is_current_stream_capturing():
+        return
+    (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
+    alive = token_of(asked.pattern.handle) if isinstance(asked.pattern, Pattern) else None
+    again = attended.again
+    held = 0 if again is None else again.held  # type: ignore[attr-defined]
+    found = Repeated(again, attended.geometry, call, Sizes(B, H, G, Q, K), a.dims, a.bshd, alive)
+    known.put(asked.key, found, held)
+
+
+def _asked(
+    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, vectors: Vectors | tuple[()]
+) -> Asked | None:  # fmt: skip
+    """What a call asks for, with the key that tells such calls apart; None for one that has no key as it is."""
+    if not asks_for_structure(pattern, o.q_offset, o.key_starts):
         return None
-    told = facts(*given)
-    bshd = is_bshd(o.layout)
-    at = None if offset is not None else o.q_offset
+    offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
+    given = [x for x in (offset, o.key_starts, (vectors or NO_VECTORS).key_lengths) if x is not None]
+    if isinstance(pattern, Structure):
+        if pattern.on_host and isinstance(q, Tensor):
+            pattern = pattern.placed(q.device)
+        given, which = [*pattern.tensors, *given], pattern.facts
+    elif pattern is None or isinstance(pattern, Pattern):
+        which = (DENSE if pattern is None else pattern).handle
+    else:
+        return None  # which is refused
+    told = facts(*given) if all(isinstance(x, Tensor) for x in given) and plain(*given) else None
+    if told is None or (offset is not None and vectors and vectors.alibi_slopes is not None):
+        return None
     key = key_of(
-        q, k, v, DENSE, o.scale, at, o.softcap, o.implementation, o.deterministic, vectors, bshd, o.alibi_distance
-    )
-    if key is None or told is None or (q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]):
+        q, k, v, DENSE, o.scale, None if offset is not None else o.q_offset, o.softcap, o.implementation,
+        o.deterministic, vectors, is_bshd(o.layout), o.alibi_distance,
+    )  # fmt: skip
+    if key is None or (q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]):
         return None
-    if offset is not None and vectors and vectors.alibi_slopes is not None:  # counted by the kernel, from a number
-        return None
-    which = pattern.facts if isinstance(pattern, Structure) else (pattern.handle if pattern is not None else None)
     same = tuple([next(at for at, y in enumerate(given) if y is x) for x in given])
-    return (*key, which, told, same, alignment(*given), offset is None, o.key_starts is None)
+    return Asked((*key, which, told, same, alignment(*given), offset is None, o.key_starts is None), pattern, given)
