@@ -8,7 +8,9 @@ here imports a framework, and a `Launch` holds no array: those of the layout lie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import local
 from typing import Any, Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
@@ -148,6 +150,39 @@ class Prepared(NamedTuple):
 
     launch: Launch
     layout: Mapping[str, Any]
+
+
+class Launched(NamedTuple):
+    """A launch that code of a framework made itself, not by a `Launch`."""
+
+    run: Callable[..., None]
+    arguments: tuple[Any, ...]  # arrays and numbers
+    by_address: bool  # `run` takes addresses of arrays
+
+    def __call__(self) -> None:
+        """Launch it."""
+        given = [x.data_ptr() if self.by_address and hasattr(x, "data_ptr") else x for x in self.arguments]
+        self.run(*given)
+
+
+_thread = local()
+
+
+@contextmanager
+def launching(through: Callable[[Launched], None]) -> Iterator[None]:
+    """Within it each `Launched` of this thread is left to a function."""
+    before = observer()
+    _thread.through = through
+    try:
+        yield
+    finally:
+        _thread.through = before
+
+
+def observer() -> Callable[[Launched], None] | None:
+    """The function that each `Launched` of this thread is left to now."""
+    found: Callable[[Launched], None] | None = getattr(_thread, "through", None)
+    return found
 
 
 def compact(shape: Iterable[int]) -> Shape:

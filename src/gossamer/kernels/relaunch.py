@@ -7,10 +7,8 @@ so a bound step passes addresses and numbers alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from threading import local
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -22,7 +20,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Group, Kernel, Operand
+from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Group, Kernel, Launched, Operand, observer
 
 
 class Pointer(NamedTuple):
@@ -227,33 +225,6 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     return quick
 
 
-class Launched(NamedTuple):
-    """A launch of `launch`."""
-
-    run: Callable[..., None]
-    arguments: tuple[Any, ...]  # tensors and numbers
-    by_address: bool  # `run` takes addresses of tensors
-
-    def __call__(self) -> None:
-        """Launch it."""
-        by_address = self.by_address
-        self.run(*[x.data_ptr() if by_address and isinstance(x, torch.Tensor) else x for x in self.arguments])
-
-
-_thread = local()
-
-
-@contextmanager
-def launching(through: Callable[[Launched], None]) -> Iterator[None]:
-    """Within it each `launch` of this thread is left to a function."""
-    before = getattr(_thread, "through", None)
-    _thread.through = through
-    try:
-        yield
-    finally:
-        _thread.through = before
-
-
 def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """function[grid](*arguments, **named), which Triton looks up for the first of equal launches alone.
 
@@ -265,7 +236,6 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) 
     """
     numbers = len(arguments)
     given = arguments + tuple(map(named.pop, _names(function)[numbers:]))
-    through = getattr(_thread, "through", None)
     if knobs.runtime.interpret:
         launched = Launched(partial(function[grid], **named), given, False)
     else:
@@ -279,6 +249,7 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) 
                 facts.append(x)
         run = _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(named.items()))
         launched = Launched(run, given, True)
+    through = observer()
     launched() if through is None else through(launched)
 
 

@@ -185,9 +185,10 @@ def attention(
                 q, k, v, pattern, scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes,
                 alibi_distance, implementation, deterministic, bshd,
             )  # fmt: skip
-            found = None if seen is None else seen(q, k, v)
-            if found is not None:
-                return found if return_lse else found[0]
+            results = None if seen is None else seen(q, k, v)
+            if results is not None:
+                out, lse = results
+                return (out, lse) if return_lse else out
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key: Key | None = None

@@ -15,7 +15,7 @@ from torch import _C, Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gossamer.kernels.relaunch import Launched, launching
+from gossamer.kernels.launch import Launched, launching
 from gossamer.torch.bind import written
 from gossamer.torch.key import unseen
 from gossamer.torch.memory import outlasting

@@ -26,8 +26,9 @@ from gossamer.layouts.items import COUNT, MERGE
 from gossamer.plan.arguments import most_offset
 from gossamer.plan.problem import Problem
 
-ROWS = 16, 64  # of a program: the fewest that a product has, and the most
-STEP_BYTES, COLUMNS = 2**14, (16, 128)  # of keys that are read at a time, and how many these are
+LEAST_ROWS, MOST_ROWS = 16, 64  # of a program: the fewest that a product has, and the most
+STEP_BYTES = 2**14  # of keys that are read at a time,
+LEAST_COLUMNS, MOST_COLUMNS = 16, 128  # and how many these are
 BLOCKS = 2  # of a multiprocessor at the same time, which read as fast as there is memory for: estimated, not timed
 STAGES = {89: 2}  # of GPUs of little shared memory; 3 elsewhere
 START, MERGING, MERGED_PART = 1.0, 1.5, 0.25  # what an item, a merge and each part cost, in steps: estimated too
@@ -86,9 +87,9 @@ def forward(
     values |= terms(b, p, scoring, "lse") | {"sinks": vector(b, "sink_logits", "lse")}
     values |= {"offsets": vector(b, "q_offset", "lse"), "starts": vector(b, "key_starts", "lse")}
     tile_rows, K = triton.next_power_of_2(heads), problem.K
-    rows = min(max(tile_rows, ROWS[0]), ROWS[1])
+    rows = min(max(tile_rows, LEAST_ROWS), MOST_ROWS)
     size = max(padded(p.D), padded(p.E)) * BYTES[p.dtype]
-    columns = min(max(STEP_BYTES // size, COLUMNS[0]), COLUMNS[1])
+    columns = min(max(STEP_BYTES // size, LEAST_COLUMNS), MOST_COLUMNS)
     most, sub = seen.most(K), -(-tile_rows // rows)
     limit, count = _cut(most, columns, p.B * p.G * sub, BLOCKS * p.processors, parts)
     values |= {
