@@ -12,7 +12,7 @@ from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.torch.arguments import AttentionOptions, four_dimensional, is_bshd, unbatched
 from gossamer.torch.calls import call_of, known
-from gossamer.torch.key import Key, alignment, facts, key_of, plain
+from gossamer.torch.key import Key, alignment, facts, firsts, key_of, plain
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.recording import Remade
 from gossamer.torch.request import DENSE, asks_for_structure, request_of
@@ -103,5 +103,4 @@ def _key(
     if offset is not None and vectors and vectors.alibi_slopes is not None:  # counted by the kernel, from a number
         return None
     which = pattern.facts if isinstance(pattern, Structure) else (pattern.handle if pattern is not None else None)
-    same = tuple([next(at for at, y in enumerate(given) if y is x) for x in given])
-    return (*key, which, told, same, alignment(*given), offset is None, o.key_starts is None)
+    return (*key, which, told, firsts(*given), alignment(*given), offset is None, o.key_starts is None)
