@@ -304,10 +304,11 @@ class MadeCall(DataCall):
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         *more: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        key = strides_of(dout, dlse, q, k, v, out, lse, *more[: len(VECTORS)])
+        vectors, data = vectors_and_data(more)
+        of_data = *[x.stride() for x in data], alignment(*data)
+        key = *strides_of(dout, dlse, q, k, v, out, lse, *vectors), *of_data
         run = self._backwards.get(key)
         if run is None:
-            vectors, data = vectors_and_data(more)
             run = self._remade("backward", operands_of(dout, dlse, q, k, v, out, lse, *vectors), data)
             if run is None:
                 return super().backward(dout, dlse, q, k, v, out, lse, *more)

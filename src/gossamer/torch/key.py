@@ -139,6 +139,11 @@ def facts(*tensors: Tensor | None) -> Key | None:
     return tuple(found)
 
 
+def firsts(*tensors: Any) -> tuple[int, ...]:
+    """Of each tensor the place of the first one that is the same object."""
+    return tuple([next(at for at, y in enumerate(tensors) if y is x) for x in tensors])
+
+
 def alignment(*tensors: Tensor) -> Any:
     """Which tensors begin at multiples of ALIGNMENT: True for all, else one by one."""
     together = 0
