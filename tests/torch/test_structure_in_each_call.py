@@ -278,4 +278,3 @@ def test_only_places_of_truth_values_keep_a_call_from_being_recorded() -> None:
     assert torch.equal(again(x + 1, at - 3)[0], torch.tensor([1, 1, 6]))
     some = x > 4
     assert record(lambda: [x[some]], [x, some], cpu).again is None
-    assert record(lambda: [x[some.byte()]], [x, some], cpu).again is None
