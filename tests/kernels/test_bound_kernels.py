@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +141,43 @@ def test_random_bounds(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter() -> None:
     in_interpreter(__file__, "test_random_bounds")
+
+
+COMPILE = """
+import sys
+import torch
+from gossamer.kernels import relaunch
+from gossamer.kernels.structure import bounds, told
+
+work = []
+
+def at_once(function, grid):
+    def run(*given, **named):
+        given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
+        facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
+        work.append((function, facts, named))
+    return run
+
+bounds.at_once = at_once
+wide, narrow, edges = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8), torch.zeros(9).int()
+sizes, reach = (900, 800, 1000, -7, 2**30), (-1, 800, 1, 0, 700, 90, 600)
+bounds.row_bounds(told.NOTHING, None, None, None, wide, narrow, wide, sizes, (*reach, 64))
+bounds.row_bounds(told.NOTHING, None, None, None, None, wide, None, sizes, (*reach, 0))
+for ids in (torch.zeros(2, 1000).int(), torch.zeros(1000).byte()):
+    bounds.row_bounds(told.IDS, ids, None, None, wide, None, None, sizes, (*reach, 0))
+bounds.row_bounds(told.DOCUMENTS, edges, None, None, None, None, narrow, sizes, (*reach, 0))
+bounds.row_bounds(told.SEQUENCES, edges, edges.long(), narrow, None, None, None, sizes, (*reach, 7))
+bounds.row_bounds(told.SEQUENCES, edges, edges, None, None, None, None, sizes, (*reach, 0))
+assert len(work) == 12
+for function, facts, options in work:
+    relaunch.compiled_for(function, facts, {**options, "enable_fp_fusion": True}, int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_kernels_compile(sm: int, tmp_path: Path) -> None:
+    compiled(COMPILE, sm, cache=tmp_path)
 
 
 @pytest.mark.gpu
