@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gossamer as gs
 from gossamer.torch import planning
 from gossamer.torch.given_layouts import layout_from
+from gossamer.torch.recording import record
 from tests.support.definition import dense, tensors
 
 B, H, G, Q, K = 2, 4, 2, 40, 70
@@ -264,3 +265,16 @@ def test_structures_are_copied_and_pickled() -> None:
         wanted = gs.attention(*x, one)
         for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert torch.equal(gs.attention(*x, other), wanted) and repr(other) == repr(one)
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_only_places_of_truth_values_keep_a_call_from_being_recorded() -> None:
+    """They say how long a result is; integers do not, by which packed sequences find their edges."""
+    x, at, cpu = torch.arange(9), torch.tensor([3, 3, 8]), torch.device("cpu")
+    again = record(lambda: [x[at]], [x, at], cpu).again
+    assert again is not None
+    assert torch.equal(again(x + 1, at - 3)[0], torch.tensor([1, 1, 6]))
+    some = x > 4
+    assert record(lambda: [x[some]], [x, some], cpu).again is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define("turned_intervals(Tensor lo, Tensor hi, SymInt columns) -> (Tensor, Tensor)")
+# The numbers are in two lists: `kernels.structure.bounds` says what each is.
+library.define(
+    "row_bounds(int kind, Tensor? told, Tensor? told_keys, Tensor? used, Tensor? offset, Tensor? key_starts, "
+    "Tensor? key_lengths, SymInt[] sizes, SymInt[] reach) -> (Tensor, Tensor)"
+)
 
 
 def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
@@ -92,6 +97,26 @@ def _fake_turned_intervals(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor
     return tuple(lo.new_empty((*lead, columns), dtype=torch.int32) for _ in range(2))
 
 
+def _row_bounds(*arguments: Any) -> tuple[Tensor, ...]:
+    from gossamer.kernels.structure.bounds import row_bounds
+
+    return row_bounds(*arguments)
+
+
+def _fake_row_bounds(
+    kind: int, told: Tensor | None, told_keys: Tensor | None, used: Tensor | None, offset: Tensor | None,
+    key_starts: Tensor | None, key_lengths: Tensor | None, sizes: Sequence[int], reach: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from gossamer.kernels.structure.bounds import leads_of
+
+    vectors = offset, key_starts, key_lengths
+    like, *_ = (x for x in (told, *vectors) if x is not None)
+    shape = leads_of(kind, told, *vectors), 1, sizes[0]
+    return tuple(like.new_empty(shape, dtype=torch.int32) for _ in range(2))
+
+
+library.impl("row_bounds", _row_bounds, "CUDA")
+torch.library.register_fake("gossamer::row_bounds", _fake_row_bounds, lib=library)
 library.impl("key_unions", _key_unions, "CUDA")
 torch.library.register_fake("gossamer::key_unions", _fake_key_unions, lib=library)
 library.impl("interval_lists", _interval_lists, "CUDA")
@@ -102,12 +127,13 @@ library.impl("block_lists", _block_lists, "CUDA")
 torch.library.register_fake("gossamer::block_lists", _fake_block_lists, lib=library)
 
 
-def _run(function: Callable[..., Any], operator: Callable[..., Any], x: Tensor, *more: Any) -> Any:
+def _run(function: Callable[..., Any], operator: Callable[..., Any], *arguments: Any) -> Any:
     """The function, which launches here, or its operator, which modes and compilers see.
 
     Crossing the dispatcher takes as long as the launches.
     """
-    return (function if type(x) is Tensor and not recorded() else operator)(x, *more)
+    plain = all(type(x) is Tensor for x in arguments if isinstance(x, Tensor))
+    return (function if plain and not recorded() else operator)(*arguments)
 
 
 class _Kernels:
@@ -124,6 +150,10 @@ class _Kernels:
 
     def turned(self, lo: Tensor, hi: Tensor, columns: int) -> Bounds:
         return Bounds(*_run(_turned_intervals, torch.ops.gossamer.turned_intervals.default, lo, hi, columns))
+
+    def row_bounds(self, *arguments: Any) -> Bounds:
+        """Of `structure.fused_bounds`; the arguments are those of the operator."""
+        return Bounds(*_run(_row_bounds, torch.ops.gossamer.row_bounds.default, *arguments))
 
 
 kernels = _Kernels()

@@ -14,7 +14,7 @@ def _greater(x, y):
 
 
 @triton.jit
-def _at_most(ordered, n, steps, x, some):
+def at_most(ordered, n, steps, x, some):
     """How many of n ascending numbers are not greater than each x."""
     low, high = tl.zeros_like(x), tl.zeros_like(x) + n
     for _ in range(steps):
@@ -30,8 +30,8 @@ def _at_most(ordered, n, steps, x, some):
 def _turn(lo, hi, column_lo, column_hi, lead, c, some, rows, columns, steps):
     """The rows that keep each column."""
     row_offset, column_offset = lead.to(tl.int64) * rows, lead.to(tl.int64) * columns
-    tl.store(column_lo + column_offset + c, _at_most(hi + row_offset, rows, steps, c, some), mask=some)
-    tl.store(column_hi + column_offset + c, _at_most(lo + row_offset, rows, steps, c, some), mask=some)
+    tl.store(column_lo + column_offset + c, at_most(hi + row_offset, rows, steps, c, some), mask=some)
+    tl.store(column_hi + column_offset + c, at_most(lo + row_offset, rows, steps, c, some), mask=some)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -23,6 +23,7 @@ from gossamer.torch import device_arrays
 from gossamer.torch.arguments import INTEGERS, describe, known
 from gossamer.torch.given_layouts import Given
 from gossamer.torch.structure.base import Lists, Sizes, Structure, narrow
+from gossamer.torch.structure.fused_bounds import fused_bounds
 from gossamer.torch.structure.groups import ALONE
 
 Tile = tuple[int, int]
@@ -52,12 +53,17 @@ class Inputs(NamedTuple):
             raise ValueError(f"q_offset must {within_positions(Q, K)}; got {describe(self.q_offset)}")
         self.structure.check(self.sizes, placed=not self.q_offset is self.offset is None)
 
+    @property
+    def placed(self) -> bool:
+        """Whether anything reads the positions of query rows."""
+        return goes_by_positions(self.structure) or not self.key_starts is self.key_lengths is None
+
     def positions(self) -> Tensor | None:
-        """The positions of query rows, (B or 1, 1, Q) int32, or None where nothing reads them.
+        """The positions of query rows, (B or 1, 1, Q) int32, or None where it is not `placed`.
 
         Offsets past the limit of `q_offset` count as it.
         """
-        if not goes_by_positions(self.structure) and self.key_starts is self.key_lengths is None:
+        if not self.placed:
             return None
         Q, K = self.sizes.Q, self.sizes.K
         row = torch.arange(Q, dtype=torch.int32, device=self.device)
@@ -87,35 +93,17 @@ def goes_by_positions(structure: Structure) -> bool:
 
 def layout_of(inputs: Inputs, tile: Tile, transpose: bool) -> Given:
     """The layout of a structure over the keys [key_starts[b], key_lengths[b])."""
-    structure, sizes, position = inputs.structure, inputs.sizes, inputs.positions()
-    lists, K = structure.lists(sizes), sizes.K
-    outer = None if position is None else structure.bounds(position, sizes)
-    first, behind = (
-        None if x is None else narrow(x, 0, K)[:, None, None] for x in (inputs.key_starts, inputs.key_lengths)
-    )
-
-    def interval(reach: Reach) -> Bounds:
-        if outer is None or structure.own_positions or not reach.every:
-            assert position is not None
-            lo, hi = structure.reached(reach, position, sizes)
-            lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
-        else:
-            lo, hi = outer
-        hi = torch.maximum(lo, hi)
-        if first is not None or behind is not None:  # rows without keys keep none at an end of those that are there
-            lo, hi = lo.clamp(first, behind), hi.clamp(first, behind)
-        return Bounds(lo.expand(hi.shape).contiguous(), hi)
-
+    structure, sizes, K = inputs.structure, inputs.sizes, inputs.sizes.K
+    lists, only = structure.lists(sizes), structure.rule.interval
+    vectors = inputs.offset, inputs.key_starts, inputs.key_lengths
+    interval = fused_bounds(structure, sizes, inputs.q_offset, vectors, inputs.device) or _bounds(inputs)
     block_q, block_kv = tile
-    only, every = structure.rule.interval, structure.rule.every
-    bounded = not (every and outer is first is behind is None)
     if only is None:
-        assert position is not None
-        return _of_union(structure, position, sizes, tile, interval, transpose)
+        return _of_union(inputs, tile, interval, transpose)
     if lists is None:
         bounds = interval(only)
         return interval_layout(*bounds, K, block_q=block_q, block_kv=block_kv, xp=device_arrays, transpose=transpose)
-    lo, hi = interval(only) if bounded else (None, None)
+    lo, hi = interval(only) if inputs.placed else (None, None)
     if lo is not None and lists.indices.shape[0] < lo.shape[0]:
         B = lo.shape[0]
         counts = None if lists.counts is None else lists.counts.expand(B, -1, -1)
@@ -133,12 +121,34 @@ def layout_of(inputs: Inputs, tile: Tile, transpose: bool) -> Given:
     return for_query_heads(blocks, times) if times > 1 else blocks
 
 
-def _of_union(
-    structure: Structure, position: Tensor, sizes: Sizes, tile: Tile, interval: Callable[[Reach], Bounds],
-    transpose: bool,
-) -> BlockLayout:  # fmt: skip
+def _bounds(inputs: Inputs) -> Callable[[Reach], Bounds]:
+    """The keys of each row by a reach, (Bl, 1, Q) int32, by operations."""
+    structure, sizes, position = inputs.structure, inputs.sizes, inputs.positions()
+    outer = None if position is None else structure.bounds(position, sizes)
+    first, behind = (
+        None if x is None else narrow(x, 0, sizes.K)[:, None, None] for x in (inputs.key_starts, inputs.key_lengths)
+    )
+
+    def interval(reach: Reach) -> Bounds:
+        if outer is None or structure.own_positions or not reach.every:
+            assert position is not None
+            lo, hi = structure.reached(reach, position, sizes)
+            lo, hi = (lo, hi) if outer is None else (torch.maximum(lo, outer.lo), torch.minimum(hi, outer.hi))
+        else:
+            lo, hi = outer
+        hi = torch.maximum(lo, hi)
+        if first is not None or behind is not None:  # rows without keys keep none at an end of those that are there
+            lo, hi = lo.clamp(first, behind), hi.clamp(first, behind)
+        return Bounds(lo.expand(hi.shape).contiguous(), hi)
+
+    return interval
+
+
+def _of_union(inputs: Inputs, tile: Tile, interval: Callable[[Reach], Bounds], transpose: bool) -> BlockLayout:
     """The layout of a rule of several intervals of keys, or of every n-th key of one."""
-    (block_q, block_kv), reaches = tile, structure.rule.reaches
+    (block_q, block_kv), reaches, sizes = tile, inputs.structure.rule.reaches, inputs.sizes
+    position = inputs.positions()
+    assert position is not None
     stepped = [reach.longest for reach in reaches if reach.step > 1]
     union = [Progression(*interval(reach), reach.step) for reach in reaches]
     B, H, _ = union[0].lo.shape

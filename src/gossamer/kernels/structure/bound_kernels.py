@@ -1,0 +1,184 @@
+"""The kernels that find the first key of each row, and the one behind its last, where those are one interval."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gossamer.kernels.structure.interval_kernels import at_most
+
+# Of no number are kernels compiled: offsets and reaches change from call to call.
+SIZES = [
+    "Q", "K", "T", "lines", "length", "n", "steps", "chunks", "position", "most", "line_step", "used_step",
+    "offset_step", "start_step", "key_length_step", "left_least", "left_most", "left", "right_least", "right_most",
+    "right", "first", "block", "stride_b", "stride_n", "stride_q", "stride_k", "most_q", "most_k",
+]  # fmt: skip
+MOST: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _lesser(x, y):
+    return tl.minimum(x, y)
+
+
+@triton.jit
+def _greater(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def _narrow(x, least, most):
+    """`torch.structure.base.narrow`."""
+    return tl.minimum(tl.maximum(x.to(tl.int64), least), most).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def runs_kernel(ids, runs, changes, lines, length, chunks, stride_b, stride_n, CHUNK: tl.constexpr):
+    """Where runs of equal ids begin and end, as far as one chunk of a line of ids tells.
+
+    Args:
+        runs: (2, lines, length): of each position the last one up to it that begins a run, or -1, and the first one
+            behind it, or `length`.
+        changes: (2, lines, chunks): the last one that begins a run of each chunk, or -1, and the first, or `length`.
+    """
+    line, c = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    p = c * CHUNK + tl.arange(0, CHUNK)
+    there, after = p < length, p < length - 1
+    x = ids + line.to(tl.int64) * stride_b + p.to(tl.int64) * stride_n
+    own = tl.load(x, mask=there, other=0)
+    begins = there & ((p == 0) | (own != tl.load(x - stride_n, mask=there & (p > 0), other=0)))
+    ends = after & (own != tl.load(x + stride_n, mask=after, other=0))
+    of_all, at = lines.to(tl.int64), line.to(tl.int64)
+    starts, nexts = tl.where(begins, p, -1), tl.where(ends, p + 1, length)
+    to = runs + at * length + p
+    tl.store(to, tl.associative_scan(starts, 0, _greater), mask=there)
+    tl.store(to + of_all * length, tl.associative_scan(nexts, 0, _lesser, reverse=True), mask=there)
+    to = changes + at * chunks + c
+    tl.store(to, tl.max(starts, 0))
+    tl.store(to + of_all * chunks, tl.min(tl.where(begins, p, length), 0))
+
+
+@triton.jit
+def _sort(given, stride, edges, n, most, EDGES: tl.constexpr):
+    """`torch.structure.base.sorted_edges`."""
+    greatest = tl.zeros((), dtype=tl.int32)
+    for n0 in range(0, n, EDGES):
+        at = n0 + tl.arange(0, EDGES)
+        x = _narrow(tl.load(given + at.to(tl.int64) * stride, mask=at < n, other=0), 0, most)
+        x = tl.maximum(tl.associative_scan(x, 0, _greater), greatest)
+        tl.store(edges + at, x, mask=at < n)
+        greatest = tl.max(x, 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def edges_kernel(given_q, given_k, edges, n, stride_q, stride_k, most_q, most_k, EDGES: tl.constexpr):
+    """One or two vectors of n edges as they count, (1 or 2, n): in [0, most], none less than one before it."""
+    if tl.program_id(0) == 0:
+        _sort(given_q, stride_q, edges, n, most_q, EDGES)
+    else:
+        _sort(given_k, stride_k, edges + n, n, most_k, EDGES)
+
+
+@triton.jit
+def _moved(i, least, most, by):
+    """`patterns.reach._moved`, of whose limits none leaves int32."""
+    return tl.minimum(tl.maximum(i, least), most) + by
+
+
+@triton.jit
+def _reached(
+    i, K, left_least, left_most, left, right_least, right_most, right, first, block, HAS_BLOCK: tl.constexpr
+):  # fmt: skip
+    """`Reach.bounds`."""
+    lo, hi = _moved(i, left_least, left_most, left), _moved(i, right_least, right_most, right)
+    if HAS_BLOCK:
+        # No remainder of a negative number is taken, which has the sign that a compiler gives it.
+        end = tl.minimum((K.to(tl.int64) + block - 1) // block * block, MOST).to(tl.int32)
+        inside = tl.minimum(i, end)
+        begin = tl.where(inside < 0, -block, inside - tl.maximum(inside, 0) % block)
+        lo = tl.maximum(lo, tl.minimum(tl.maximum(begin, 0), K))
+        hi = tl.minimum(hi, _moved(begin, -block, K - block, block))
+    return tl.minimum(lo, first), tl.minimum(hi, first)
+
+
+@triton.jit
+def _of_runs(i, runs, changes, line, lines, length, chunks, CHUNK: tl.constexpr, SUMS: tl.constexpr):
+    """The run that each position is in, of positions that follow one another, no more than a chunk has.
+
+    They are of one chunk or of two. What these do not tell the chunks before them and behind them do.
+    """
+    at, of_all = line.to(tl.int64), lines.to(tl.int64)
+    p = tl.minimum(tl.maximum(i, 0), length - 1)
+    own, c = p // CHUNK, tl.min(p, 0) // CHUNK
+    lasts, firsts = changes + at * chunks, changes + (of_all + at) * chunks
+    before, behind = tl.zeros((SUMS,), dtype=tl.int32) - 1, tl.zeros((SUMS,), dtype=tl.int32) + length
+    for s0 in range(0, chunks, SUMS):
+        s = s0 + tl.arange(0, SUMS)
+        before = tl.maximum(before, tl.load(lasts + s, mask=s < c, other=-1))
+        behind = tl.minimum(behind, tl.load(firsts + s, mask=(s > c + 1) & (s < chunks), other=length))
+    start, end = tl.max(before, 0), tl.min(behind, 0)
+    two = c + 1 < chunks
+    start = tl.where(own > c, tl.maximum(start, tl.load(lasts + c)), start)
+    end = tl.where(own > c, end, tl.minimum(end, tl.load(firsts + c + 1, mask=two, other=length)))
+    lo = tl.maximum(tl.load(runs + at * length + p), start)
+    hi = tl.minimum(tl.load(runs + (of_all + at) * length + p), end)
+    here, outside = (i >= 0) & (i < length), tl.minimum(tl.maximum(i, 0), length)
+    return tl.where(here, lo, outside), tl.where(here, hi, outside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def bounds_kernel(
+    lo, hi, edges, runs, changes, used, offsets, key_starts, key_lengths, Q, K, T, lines, length, n, steps, chunks,
+    position, most, line_step, used_step, offset_step, start_step, key_length_step, left_least, left_most, left,
+    right_least, right_most, right, first, block, OF_IDS: tl.constexpr, OF_DOCUMENTS: tl.constexpr,
+    OF_SEQUENCES: tl.constexpr, HAS_USED: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_STARTS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """lo and hi (leads, Q) of the keys of each row: what operations of torch give in `torch.structure.inputs`.
+
+    Args:
+        edges: those of `edges_kernel`, n of each vector; used: keys of each sequence; runs, changes: of `runs_kernel`.
+        position: of the first row, where there are no offsets; most: of the magnitude of an offset.
+        line_step: 1 where each lead has ids of its own, of `lines`; likewise the other steps, of vectors.
+        left_least: and the numbers behind it, see `bounds.row_bounds`.
+        OF_IDS, OF_DOCUMENTS, OF_SEQUENCES: what says the keys beside positions: runs, or edges of either; or nothing.
+    """
+    lead, r0 = tl.program_id(0) // T, tl.program_id(0) % T * CHUNK
+    r = r0 + tl.arange(0, CHUNK)
+    b = lead.to(tl.int64)
+    i = r + position
+    if HAS_OFFSETS:
+        i = r + _narrow(tl.load(offsets + b * offset_step), -most, most)
+    if OF_SEQUENCES:
+        begin, end = tl.load(edges), tl.load(edges + n - 1)
+        inner = tl.minimum(tl.maximum(r, begin), end - 1)
+        at = tl.minimum(tl.maximum(at_most(edges, n, steps, inner, r < Q) - 1, 0), n - 2)
+        base = tl.load(edges + n + at)
+        keys = tl.load(edges + n + at + 1) - base
+        if HAS_USED:
+            keys = tl.minimum(keys, _narrow(tl.load(used + at.to(tl.int64) * used_step), 0, K))
+        i = inner - tl.load(edges + at + 1) + keys
+    row_lo, row_hi = _reached(
+        i, K, left_least, left_most, left, right_least, right_most, right, first, block, HAS_BLOCK
+    )
+    if OF_IDS:
+        run_lo, run_hi = _of_runs(i, runs, changes, lead * line_step, lines, length, chunks, CHUNK, SUMS)
+        row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, tl.minimum(run_hi, K))
+    if OF_DOCUMENTS:
+        run = at_most(edges, n, steps, i, r < Q)
+        run_lo, run_hi = tl.load(edges + tl.maximum(run - 1, 0)), tl.load(edges + tl.minimum(run, n - 1))
+        row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, tl.minimum(run_hi, K))
+    if OF_SEQUENCES:
+        # Rows of no sequence keep nothing, where the nearest row of one begins or ends.
+        row_lo = tl.minimum(row_lo, keys) + base
+        row_hi = tl.maximum(row_lo, tl.minimum(row_hi, keys) + base)
+        row_lo, row_hi = tl.where(r >= end, row_hi, row_lo), tl.where(r < begin, row_lo, row_hi)
+    row_hi = tl.maximum(row_lo, row_hi)
+    if HAS_STARTS:
+        start = _narrow(tl.load(key_starts + b * start_step), 0, K)
+        row_lo, row_hi = tl.maximum(row_lo, start), tl.maximum(row_hi, start)
+    if HAS_LENGTHS:
+        behind = _narrow(tl.load(key_lengths + b * key_length_step), 0, K)
+        row_lo, row_hi = tl.minimum(row_lo, behind), tl.minimum(row_hi, behind)
+    tl.store(lo + b * Q + r, row_lo, mask=r < Q)
+    tl.store(hi + b * Q + r, row_hi, mask=r < Q)
