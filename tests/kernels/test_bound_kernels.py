@@ -151,14 +151,12 @@ from gossamer.kernels.structure import bounds, told
 
 work = []
 
-def at_once(function, grid):
-    def run(*given, **named):
-        given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
-        facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
-        work.append((function, facts, named))
-    return run
+def launch(function, grid, *given, **named):
+    given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
+    facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
+    work.append((function, facts, named))
 
-bounds.at_once = at_once
+bounds.launch = launch
 wide, narrow, edges = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8), torch.zeros(9).int()
 sizes, reach = (900, 800, 1000, -7, 2**30), (-1, 800, 1, 0, 700, 90, 600)
 bounds.row_bounds(told.NOTHING, None, None, None, wide, narrow, wide, sizes, (*reach, 64))
