@@ -48,32 +48,24 @@ def row_bounds(
         lines, _ = ids.shape
         runs, changes = torch.empty((2, lines, length), **new), torch.empty((2, lines, chunks), **new)
         launch(
-            runs_kernel,
-            (lines * chunks,),
-            ids,
-            runs,
-            changes,
-            lines,
-            length,
-            chunks,
-            *ids.stride(),
-            CHUNK=CHUNK,
+            runs_kernel, (lines * chunks,), ids, runs, changes, lines, length, chunks, *ids.stride(), CHUNK=CHUNK,
             num_warps=4,
-        )
+        )  # fmt: skip
     elif told is not None:
         both = [told] if told_keys is None else [told, told_keys]
         n = told.shape[0]
         edges = torch.empty((len(both), n), **new)
         launch(
-            edges_kernel, (len(both),), both[0], both[-1], edges, n, both[0].stride(0), both[-1].stride(0), Q if kind == SEQUENCES else length, K,
-            EDGES=power(n, *EDGES), num_warps=4,
+            edges_kernel, (len(both),), both[0], both[-1], edges, n, both[0].stride(0), both[-1].stride(0),
+            Q if kind == SEQUENCES else length, K, EDGES=power(n, *EDGES), num_warps=4,
         )  # fmt: skip
     T, read = -(-Q // CHUNK), (used, *vectors)
     steps = [0 if x is None or x.numel() == 1 else x.stride(0) for x in read]
     launch(
         bounds_kernel, (leads * T,), lo, hi, edges, runs, changes, *(lo if x is None else x for x in read), Q, K, T,
-        lines, length, n, n.bit_length(), chunks, position, most, int(lines > 1), *steps, *ends, first, block, kind == IDS,
-        kind == DOCUMENTS, kind == SEQUENCES, *(x is not None for x in read), block > 0, CHUNK, SUMS, num_warps=4,
+        lines, length, n, n.bit_length(), chunks, position, most, int(lines > 1), *steps, *ends, first, block,
+        kind == IDS, kind == DOCUMENTS, kind == SEQUENCES, *(x is not None for x in read), block > 0, CHUNK, SUMS,
+        num_warps=4,
     )  # fmt: skip
     return lo, hi
 
