@@ -168,7 +168,7 @@ def _run(c: Call, outcome: Outcome, tell: Any) -> Outcome:
             told = tell(c, r, four, [in_layout(c, unbatched(x, c.dims)) for x in four])
             outcome = outcome._replace(description=f"{c.description()}\n    {told.text}")
         counts = told.counts
-        given = _poisoned(c, four, counts) if c.poisoned else four
+        given = poisoned(c, four, counts) if c.poisoned else four
         leaves = [unbatched(x, c.dims).requires_grad_(name in c.wanted) for x, name in zip(given, "qkv", strict=True)]
         options: dict[str, Any] = {"scale": c.scale, "softcap": c.softcap, "sink_logits": sinks}
         inputs = [in_layout(c, x) for x in leaves]
@@ -214,7 +214,7 @@ def _called(c: Call, function: Any) -> Any:
     return quiet
 
 
-def _poisoned(c: Call, four: list[Tensor], counts: Tensor) -> list[Tensor]:
+def poisoned(c: Call, four: list[Tensor], counts: Tensor) -> list[Tensor]:
     """q, k and v with NaN in rows that keep nothing, and on a CPU in keys that nothing keeps."""
     B, H, G, Q, K, _, _ = c.shape
     kept = counts.expand(B, H, Q, K) > 0

@@ -118,7 +118,7 @@ def _function(steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, .
         if id(x) not in produced:
             outer[id(x)] = x
     moved = {n: x for n, x in outer.items() if n in same}
-    outer |= dict(zip(moved, outlasting(device, lambda: [x.clone() for x in moved.values()]), strict=True))
+    outer |= dict(zip(moved, outlasting(device, lambda: [*map(_copy, moved.values())]), strict=True))
     writer = _Writer(outer)
     parameters = [f"given_{at}" for at in range(len(given))]
     writer.names = {id(x): name for x, name in zip(given[::-1], parameters[::-1], strict=True)}
@@ -164,6 +164,11 @@ def _needed(steps: list[_Step], made: tuple[Tensor, ...]) -> list[_Step]:
             wanted.update(id(x) for x in _tensors((step.arguments, step.named)))
             kept.append(step)
     return kept[::-1]
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A tensor of the same numbers and strides, which a clone of a view has not."""
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
 
 
 def _memory(x: Tensor) -> int:
