@@ -161,6 +161,7 @@ def structures() -> dict[str, Call]:
         "lengths": lengths(gs.SlidingWindow(50)),
         "steps": lengths(gs.Strided(40, 20)),
         "documents": call(lambda x: gs.attention(*x, gs.DocumentIds(ids()) & gs.Causal())),
+        "edges": call(lambda x: gs.attention(*x, gs.DocumentIds.from_cu_seqlens(edges(), N) & gs.Local(40))),
         "blocks": call(lambda x: gs.attention(*x, gs.BlockIndices(blocks(), 64) & gs.Causal())),
         "keys": call(lambda x: gs.attention(*x, gs.Indices(keys()))),
         "packed": call(lambda x: gs.varlen(*(y[0].transpose(0, 1) for y in x), edges(), pattern=gs.Causal())),

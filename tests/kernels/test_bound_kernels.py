@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gossamer as gs
 from gossamer.patterns.reach import MOST, Reach, Rule
@@ -67,8 +68,8 @@ def draw_edges(rng: np.random.Generator, n: int, most: int) -> np.ndarray:
 def draw(rng: np.random.Generator, device: torch.device) -> Inputs:
     """What says the bounds of rows by one reach."""
     B, Q, K = (int(rng.choice([1, x, rng.integers(1, y)])) for x, y in ((2, 4), (64, 300), (64, 300)))
-    rule = Rule((Reach() if rng.random() < 0.2 else draw_reach(rng, K),))
-    kind = ["positions", "ids", "edges", "sequences"][rng.integers(4)]
+    rule = Rule((Reach() if rng.random() < 0.5 else draw_reach(rng, K),))  # many reaches leave no key
+    kind = ["positions", "ids", "ids", "edges", "sequences"][rng.integers(5)]
     vectors: list[Tensor | None] = [None, None, None]
     q_offset, most = None, most_offset(Q, K)
     length, n = K, int(rng.choice([1, 2, 5, rng.integers(1, 60)]))
@@ -96,8 +97,8 @@ def draw(rng: np.random.Generator, device: torch.device) -> Inputs:
         structure = Joined((structure,), rule)
     else:
         shape = [(length,), (1, length), (B, length)][rng.integers(3)]
-        often = rng.choice([0, 0.01, 0.1, 0.9])
-        numbers = (rng.random(shape) < often).cumsum(-1) if rng.random() < 0.5 else rng.integers(0, 3, shape)
+        often = rng.choice([0, 0.01, 0.03, 0.1, 0.9])  # runs that are longer than chunks too
+        numbers = (rng.random(shape) < often).cumsum(-1) % 100
         structure = Joined((gs.DocumentIds(typed(rng, numbers, device)),), rule)
     return Inputs(structure, Sizes(B, 1, 1, Q, K), device, q_offset, *vectors)
 
@@ -176,6 +177,18 @@ for function, facts, options in work:
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
+
+
+def test_shapes_under_a_mode() -> None:
+    """There the operator is seen, which tells shapes alone, also of one number on the host."""
+    with FakeTensorMode():
+        ids, offset = torch.zeros(2, 900, dtype=torch.int32, device="cuda"), torch.zeros((), dtype=torch.int64)
+        structure = gs.DocumentIds(ids) & gs.Causal()
+        vectors = offset, None, None
+        interval = fused_bounds(structure, Sizes(2, 1, 1, 700, 800), None, vectors, ids.device)
+        assert interval is not None
+        for x in interval(structure.rule.reaches[0]):
+            assert x.shape == (2, 1, 700) and x.dtype == torch.int32 and x.device.type == "cuda"
 
 
 @pytest.mark.gpu

@@ -163,11 +163,11 @@ def bounds_kernel(
     )
     if OF_IDS:
         run_lo, run_hi = _of_runs(i, runs, changes, lead * line_step, lines, length, chunks, CHUNK, SUMS)
-        row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, tl.minimum(run_hi, K))
+        row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, run_hi)
     if OF_DOCUMENTS:
         run = at_most(edges, n, steps, i, r < Q)
         run_lo, run_hi = tl.load(edges + tl.maximum(run - 1, 0)), tl.load(edges + tl.minimum(run, n - 1))
-        row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, tl.minimum(run_hi, K))
+        row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, run_hi)
     if OF_SEQUENCES:
         # Rows of no sequence keep nothing, where the nearest row of one begins or ends.
         row_lo = tl.minimum(row_lo, keys) + base
