@@ -216,7 +216,7 @@ def test_hopper_allocates_what_it_returns_and_little_more(storage: str) -> None:
 def test_the_hopper_backward_allocates_gradients_and_large_workspaces(
     storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row terms and sums of dQ of more than 16 MiB; smaller ones lie in memory that waits for the next call."""
+    """Sums of dQ that make more than 16 MiB; what is smaller, row terms too, lies in memory that waits for a call."""
     needs("hopper", gradients=True)
     monkeypatch.setattr(memory, "_waiting", {})  # those of other tests' streams may be all that there are
     # A narrow window takes tiles of 64, whose dQ needs no sums; of 1500 causal positions columns are cut in parts.
@@ -226,7 +226,7 @@ def test_the_hopper_backward_allocates_gradients_and_large_workspaces(
     ):  # fmt: skip
         x, dout = inputs(storage=storage, n=n), torch.randn(B, H, n, D, device="cuda", dtype=torch.bfloat16)
         rows, queries, keys, padded = 4 * B * H * n, 2 * B * H * n * D, 2 * B * G * n * D, -(-n // 128) * 128
-        terms, sums = 2 * 4 * B * H * padded, 4 * B * H * padded * D
+        sums = 4 * B * H * padded * D
         found = allocations(
             lambda pattern=pattern, deterministic=deterministic, x=x, dout=dout: gradients(
                 x, dout, pattern, implementation="hopper", deterministic=deterministic
@@ -234,7 +234,7 @@ def test_the_hopper_backward_allocates_gradients_and_large_workspaces(
         )
         made = units(queries, rows, queries, keys, keys)
         if large:  # and parts of columns, where they are cut
-            assert not Counter(units(terms, sums) + made) - Counter(found), (pattern, n)
+            assert not Counter(units(sums) + made) - Counter(found), (pattern, n)
         else:
             assert sorted(found) == made, (pattern, n, deterministic)
 

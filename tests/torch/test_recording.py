@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.kernels import relaunch
-from gossamer.kernels.relaunch import Launched
+from gossamer.kernels.launch import Launched, observer
 from gossamer.torch.arguments import AttentionOptions
 from gossamer.torch.recording import Recorded, record
 from gossamer.torch.request import request_of
@@ -54,8 +53,8 @@ def check(make: Make, *given: Tensor, others: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 def launch(run: Callable[..., None], *arguments: Any, by_address: bool = False) -> None:
-    """What `at_once` does with a launch."""
-    launched, through = Launched(run, arguments, by_address), getattr(relaunch._thread, "through", None)
+    """What `relaunch.launch` does with a launch."""
+    launched, through = Launched(run, arguments, by_address), observer()
     launched() if through is None else through(launched)
 
 

@@ -18,12 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gossamer.kernels.launch import Launched, launching
 from gossamer.torch.bind import written
 from gossamer.torch.key import unseen
-from gossamer.torch.memory import outlasting
+from gossamer.torch.memory import outlasting, template
 
 Remade = Callable[..., tuple[Tensor, ...]]
 
 # What gives the host numbers of a tensor without an operation that a mode of operations would see.
 _READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
+
+_aten = torch.ops.aten
+_EMPTY = frozenset({_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default})
 
 
 class Recorded(NamedTuple):
@@ -45,6 +48,13 @@ class _Step(NamedTuple):
     results: Any  # tensors in lists and tuples
     written: tuple[Tensor, ...]  # tensors that it writes
     launched: bool  # takes addresses
+
+
+class _Part(NamedTuple):
+    """A view: of which tensor, and where it begins behind that one's begin, in elements."""
+
+    whole: Tensor
+    start: int
 
 
 def record(make: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], device: torch.device) -> Recorded:
@@ -119,23 +129,52 @@ def _function(steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, .
             outer[id(x)] = x
     moved = {n: x for n, x in outer.items() if n in same}
     outer |= dict(zip(moved, outlasting(device, lambda: [*map(_copy, moved.values())]), strict=True))
-    writer = _Writer(outer)
+    kept, parts = _parts(kept)
+    writer = _Writer(outer, parts, device)
     parameters = [f"given_{at}" for at in range(len(given))]
     writer.names = {id(x): name for x, name in zip(given[::-1], parameters[::-1], strict=True)}
-    last = {id(x): at for at, step in enumerate(kept) for x in _tensors((step.arguments, step.named, step.results))}
+    last: dict[int, int] = {}
+    for at, step in enumerate(kept):
+        for x in _tensors((step.arguments, step.named, step.results)):
+            last[id(x)] = last[id(writer.whole(x))] = at
     for x in (*given, *made):
         last.pop(id(x), None)
+        last.pop(id(writer.whole(x)), None)
     for at, step in enumerate(kept):
         writer.write(step)
         dead = [writer.names[n] for n, end in last.items() if end == at and n in writer.names and n not in outer]
         if dead:
             writer.lines.append(f"{' = '.join(dead)} = None")
-    writer.lines.append(f"return ({''.join(f'{writer.text(x)}, ' for x in made)})")
+    results = "".join(f"{writer.text(x)}, " for x in made)
+    writer.lines.append(f"return ({results})")
     writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
     body = ["with below_autograd():", *(f"    {line}" for line in writer.lines)]
     function = written(body, parameters, writer.scope, device)
     function.held = sum(x.nbytes for x in moved.values())  # type: ignore[attr-defined]
+    function.outer = tuple(outer.values())  # type: ignore[attr-defined]  # the text may have their addresses alone
     return function
+
+
+def _parts(steps: list[_Step]) -> tuple[list[_Step], dict[int, _Part]]:
+    """The steps that compute, and what the others make: views, which the function makes where a tensor is wanted.
+
+    An operation costs the host several times as much as a view by strides, and a launch needs the address alone.
+    """
+    parts: dict[int, _Part] = {}
+    left = []
+    for step in steps:
+        sources = {_memory(x): x for x in _tensors((step.arguments, step.named))}
+        results = list(_tensors(step.results))
+        of = [sources.get(_memory(x)) for x in results]
+        view = bool(results) and not step.launched and not step.written
+        if view and all(y is not None and y is not x and y.dtype is x.dtype for x, y in zip(results, of, strict=True)):
+            for x, y in zip(results, of, strict=True):
+                assert y is not None
+                whole, start = parts.get(id(y), _Part(y, 0))
+                parts[id(x)] = _Part(whole, start + x.storage_offset() - y.storage_offset())
+        else:
+            left.append(step)
+    return left, parts
 
 
 def _varying(steps: list[_Step], given: Sequence[Tensor]) -> tuple[list[_Step], set[int]]:
@@ -189,11 +228,16 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 class _Writer:
     """Writes steps as Python."""
 
-    def __init__(self, outer: dict[int, Tensor]) -> None:
-        self.outer = outer
+    def __init__(self, outer: dict[int, Tensor], parts: dict[int, _Part], device: torch.device) -> None:
+        self.outer, self.parts, self.device = outer, parts, device
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}  # what the function closes over
         self.names: dict[int, str] = {}  # of tensors, by identity
+        self.addresses: dict[int, str] = {}  # likewise
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The tensor of which one is a view; itself where it is none."""
+        return self.parts.get(id(x), _Part(x, 0)).whole
 
     def name(self, x: Tensor) -> str:
         """A new name of a tensor; one that is returned by a step that writes it keeps its own."""
@@ -209,7 +253,7 @@ class _Writer:
         """The text of an argument."""
         if isinstance(value, Tensor):
             if id(value) not in self.names:
-                self.names[id(value)] = self.constant(self.outer[id(value)])
+                self._make(value)
             return self.names[id(value)]
         if isinstance(value, (list, tuple)) and any(True for _ in _tensors(value)):
             inside = "".join(f"{self.text(x)}, " for x in value)
@@ -218,14 +262,42 @@ class _Writer:
             return repr(value)
         return self.constant(value)
 
+    def _make(self, x: Tensor) -> None:
+        if id(x) in self.outer:
+            self.names[id(x)] = self.constant(self.outer[id(x)])
+            return
+        whole, start = self.parts[id(x)]
+        base = self.text(whole)
+        lie = f"{self.constant(tuple(x.shape))}, {self.constant(x.stride())}"
+        self.lines.append(f"{self.name(x)} = {base}.as_strided({lie}, {base}.storage_offset() + {start})")
+
+    def address(self, x: Tensor) -> str:
+        """The text of an address, for which a view is not made."""
+        if id(x) in self.outer:
+            return self.constant(self.outer[id(x)].data_ptr())
+        whole, start = self.parts.get(id(x), _Part(x, 0))
+        if id(whole) in self.outer:
+            return self.constant(self.outer[id(whole)].data_ptr() + start * x.itemsize)
+        if id(whole) not in self.addresses:
+            base = self.text(whole)
+            self.addresses[id(whole)] = f"{base}_at"
+            self.lines.append(f"{base}_at = {base}.data_ptr()")
+        base = self.addresses[id(whole)]
+        return f"{base} + {start * x.itemsize}" if start else base
+
     def write(self, step: _Step) -> None:
         """Append the line of a step."""
+        results = step.results
         if step.launched:
-            given = [f"{self.text(x)}.data_ptr()" if isinstance(x, Tensor) else self.text(x) for x in step.arguments]
+            given = [self.address(x) if isinstance(x, Tensor) else self.text(x) for x in step.arguments]
+        elif step.function in _EMPTY and results.is_contiguous() and results.device == self.device:
+            like = self.constant(template(self.device, results.dtype, tuple(results.shape)))
+            self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
+            self.lines.append(f"{self.name(results)} = empty_like({like}, memory_format=contiguous)")
+            return
         else:
             given = [*map(self.text, step.arguments), *(f"{name}={self.text(x)}" for name, x in step.named.items())]
         call = f"{self.constant(step.function)}({', '.join(given)})"
-        results = step.results
         if isinstance(results, Tensor):
             self.lines.append(f"{self.name(results)} = {call}")
         elif any(True for _ in _tensors(results)):
