@@ -171,7 +171,7 @@ def _parts(steps: list[_Step]) -> tuple[list[_Step], dict[int, _Part]]:
             for x, y in zip(results, of, strict=True):
                 assert y is not None
                 whole, start = parts.get(id(y), _Part(y, 0))
-                parts[id(x)] = _Part(whole, start + x.storage_offset() - y.storage_offset())
+                parts[id(x)] = _Part(whole, start + int(x.storage_offset() - y.storage_offset()))
         else:
             left.append(step)
     return left, parts
@@ -207,7 +207,7 @@ def _needed(steps: list[_Step], made: tuple[Tensor, ...]) -> list[_Step]:
 
 def _copy(x: Tensor) -> Tensor:
     """A tensor of the same numbers and strides, which a clone of a view has not."""
-    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
 
 
 def _memory(x: Tensor) -> int:
