@@ -161,7 +161,7 @@ def _needed(steps: list[_Step], made: tuple[Tensor, ...]) -> list[_Step]:
 
 def _copy(x: Tensor) -> Tensor:
     """A tensor of the same numbers and strides, which a clone of a view has not."""
-    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
 
 
 def _memory(x: Tensor) -> int:
