@@ -30,6 +30,7 @@ FAMILIES = {  # how many calls of each are computed here
     "blocks": 40,
     "lists": 60,
     "packed": 80,
+    "repeated": 15,
 }
 
 
@@ -222,6 +223,7 @@ def off(function: Any) -> Any:
         ("sparsek", "sparsek_attention"),
         ("lists", "attention"),
         ("packed", "attention"),
+        ("repeated", "attention"),
         ("blocks", "attention"),
         ("blocks", "topk_blocks"),
     ],
@@ -261,7 +263,7 @@ def other_blocks(function: Any) -> Any:
 
 def exactly_compared(c: Any, function: str) -> bool:
     """Whether rounding of such a call is small, and every row is compared."""
-    if getattr(c, "family", "") in ("lists", "packed", "blocks"):
+    if getattr(c, "family", "") in ("lists", "packed", "blocks", "repeated"):
         few = c.mistake is c.softcap is c.sinks is c.scale is None and not c.compiled and c.kind != "varlen"
         few = few and c.dtype in (torch.float64, torch.float32)
         return few and (function == "attention" or c.kind == "mean")
