@@ -282,7 +282,8 @@ def test_what_a_repeated_call_launches(monkeypatch: pytest.MonkeyPatch, compiles
         out.backward(torch.ones_like(out))
         launched.append((forward, len(ran) - forward, tuple(ran), len(recorded)))
     first, *later = launched
-    assert first[:2] == (12, 15) and all(other == first for other in later)
+    assert first[:2] == (12, 15)
+    assert all(other == first for other in later), (first, later)
     assert set(recorded) == {name for name, _ in first[2]}
 
 

@@ -164,13 +164,21 @@ class Launched(NamedTuple):
         given = [x.data_ptr() if self.by_address and hasattr(x, "data_ptr") else x for x in self.arguments]
         self.run(*given)
 
+    def start(self) -> None:
+        """Launch it, or leave that to the function which `launching` named."""
+        through = observer()
+        if through is None:
+            self()
+        else:
+            through(self)
+
 
 _thread = local()
 
 
 @contextmanager
-def launching(through: Callable[[Launched], None]) -> Iterator[None]:
-    """Within it each `Launched` of this thread is left to a function."""
+def launching(through: Callable[[Launched], None] | None) -> Iterator[None]:
+    """Within it each `Launched` of this thread is left to a function, or, of None, to none."""
     before = observer()
     _thread.through = through
     try:

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Group, Kernel, Launched, Operand, observer
+from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Group, Kernel, Launched, Operand
 
 
 class Pointer(NamedTuple):
@@ -237,7 +237,7 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) 
     numbers = len(arguments)
     given = arguments + tuple(map(named.pop, _names(function)[numbers:]))
     if knobs.runtime.interpret:
-        launched = Launched(partial(function[grid], **named), given, False)
+        Launched(partial(function[grid], **named), given, False).start()
     else:
         facts: list[Any] = []
         for at, x in enumerate(given):
@@ -248,9 +248,7 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) 
             else:
                 facts.append(x)
         run = _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(named.items()))
-        launched = Launched(run, given, True)
-    through = observer()
-    launched() if through is None else through(launched)
+        Launched(run, given, True).start()
 
 
 @lru_cache

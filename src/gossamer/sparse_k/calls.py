@@ -5,12 +5,14 @@ A repeated call that is plain and eager is one look-up and one autograd function
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
+from gossamer.kernels.launch import ALIGNMENT
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
 from gossamer.plan.problem import Unsupported
@@ -19,8 +21,12 @@ from gossamer.sparse_k.launch.implementations import implementation
 from gossamer.sparse_k.launch.problem import Operands, Options, SparseKGradients
 from gossamer.sparse_k.selection import DIRECT, SelectedKeys, Selection
 from gossamer.torch.arguments import four_dimensional, unbatched
-from gossamer.torch.key import SIMPLE, Key, alignment, facts, plain
+from gossamer.torch.key import SIMPLE, Key, facts, plain
 from gossamer.torch.memory import hold_for_graphs
+from gossamer.torch.recording import Recorded, Remade, record
+
+RECORDED = ("hopper", "triton")  # implementations whose calls are written down once: nothing but launches of kernels
+MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
 
 known: Memo[Call] = Memo()
 
@@ -31,7 +37,15 @@ def key_of(tensors: tuple[Tensor, ...], options: tuple[Any, ...]) -> Key | None:
     of_tensors = facts(*tensors)
     if of_tensors is None or None in of_tensors or not SIMPLE.issuperset(types):
         return None
-    return *of_tensors, _differentiable(tensors), alignment(*tensors), *options, *types
+    return *of_tensors, _differentiable(tensors), places(*tensors), *options, *types
+
+
+def places(*tensors: Tensor) -> Key:
+    """Where tensors begin, as far as launches are compiled for it, and which of them are one."""
+    found: dict[int, int] = {}
+    for at, x in enumerate(tensors):
+        found.setdefault(id(x), at)
+    return tuple([(found[id(x)], x.data_ptr() % ALIGNMENT) for x in tensors])
 
 
 def type_of_scores(q: Tensor, u: Tensor) -> torch.dtype:
@@ -49,39 +63,79 @@ class Call:
         scores, steps = u.detach().to(self.wide), torch.empty(u.shape, dtype=torch.int32, device="meta")
         self.by = implementation(None, Operands(q, k, v, scores, scores, steps, steps), options)
         self.differentiable = _differentiable((q, k, v, u))
+        self.records = self.by.name in RECORDED and 0 not in q.shape
+        self.run = self.recorded_forward if self.records else self.forward
+        self._again: Remade | None = None
+        self._backwards: Memo[Remade] = Memo(MOST_BACKWARDS)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse), with as many dimensions as q has."""
         if self.dims != 4:
             q, k, v = four_dimensional(q, k, v)
             u = u.reshape((1,) * (3 - u.ndim) + u.shape)
-        out, lse = _apply(self, q, k, v, u) if self.differentiable else self.forward(q, k, v, u)[:2]
+        out, lse = _apply(self, q, k, v, u) if self.differentiable else self.run(q, k, v, u)[:2]
         return (out, lse) if self.dims == 4 else unbatched(out, lse, self.dims)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor, SelectedKeys]:
         """out, lse and the keys that are kept, without a gradient."""
-        if q.is_cuda and is_current_stream_capturing():
-            hold_for_graphs(self)
         with torch.cuda.device_of(q):
             kept = self.how.of(u, DIRECT)
             operands = self._operands(q, k, v, u, kept)
             out, lse = empty(operands) if 0 in q.shape else self.by.forward(operands, self.options)
         return out, lse, kept
 
+    def recorded_forward(self, *x: Tensor) -> tuple[Tensor, Tensor, SelectedKeys]:
+        """`forward` of q, k, v and u, which is written down once."""
+        first, *_ = x
+        if first.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(self)
+        if self._again is not None:
+            out, lse, *kept = self._again(*x)
+            return out, lse, SelectedKeys(*kept)
+
+        def make() -> tuple[Any, ...]:
+            out, lse, kept = self.forward(*x)
+            return out, lse, *kept
+
+        (out, lse, *kept), self._again = self._recorded(make, x)
+        return out, lse, SelectedKeys(*kept)
+
     def gradients(
         self, x: tuple[Tensor, ...], kept: SelectedKeys, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """dq, dk, dv and du, of the tensors `x`: q, k, v and u."""
         q, k, v, u = x
-        operands = self._operands(q, k, v, u, kept)
         if 0 in q.shape or not plain(dout, dlse, *x):  # modes and tracers see it
             operator = torch.ops.gossamer.sparse_k_backward.default
+            operands = self._operands(q, k, v, u, kept)
             g = SparseKGradients(*operator(dout, dlse, out, lse, *operands, *self.options, None))
-        else:
-            with torch.cuda.device_of(q):
-                g = self.by.backward(dout, dlse, out, lse, operands, self.options)
-                return g.q, g.k, g.v, self._of_scores(u, kept, g)
-        return g.q, g.k, g.v, self._of_scores(u, kept, g)
+            return g.q, g.k, g.v, self._of_scores(u, kept, g)
+
+        def make() -> tuple[Tensor, ...]:
+            g = self.by.backward(dout, dlse, out, lse, self._operands(q, k, v, u, kept), self.options)
+            return g.q, g.k, g.v, self._of_scores(u, kept, g)
+
+        with torch.cuda.device_of(q):
+            if not self.records:
+                return make()
+            given = [t for t in (dout, dlse, out, lse, *x, *kept) if t is not None]
+            # Hooks on saved tensors may return them with other strides than in the forward.
+            key = dlse is None, places(*given), *[t.stride() for t in given]
+            run = self._backwards.get(key)
+            if run is not None:
+                return run(*given)
+            made, run = self._recorded(make, given)
+            if run is not None:
+                self._backwards.put(key, run)
+            return made
+
+    def _recorded(self, make: Callable[[], Sequence[Any]], given: Sequence[Tensor]) -> Recorded:
+        """What a direction makes, written down; not in a captured graph, whose memory that would be."""
+        first, *_ = given
+        found = record(make, given, first.device)
+        if found.again is None and not (first.is_cuda and is_current_stream_capturing()):
+            self.records, self.run = False, self.forward
+        return found
 
     def _of_scores(self, u: Tensor, kept: SelectedKeys, g: SparseKGradients) -> Tensor:
         """du of gates, and of thresholds where these have a gradient."""
@@ -104,7 +158,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *x: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, kept = call.forward(*x)
+        out, lse, kept = call.run(*x)
         ctx.save_for_backward(*x, out, lse, *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)

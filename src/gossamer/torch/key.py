@@ -45,8 +45,7 @@ def plain(*tensors: Tensor | None, profiled: bool = False) -> bool:
         if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_nested or x.is_neg() or _wrapped(x)):
             return False
     return not (
-        _dispatch_modes()
-        or _function_modes()
+        ((_dispatch_modes() or _function_modes()) and not _watched())
         or _interpreter() is not None
         or _traced() is not None
         or _autocast_enabled()
@@ -60,13 +59,19 @@ _thread = local()
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Within it one more mode of this thread, which only watches, does not count for `recorded`."""
+    """Within it one mode of each kind of this thread, which only watches, counts neither for `plain` nor `recorded`."""
     before = getattr(_thread, "watching", 0)
     _thread.watching = before + 1
     try:
         yield
     finally:
         _thread.watching = before
+
+
+def _watched() -> bool:
+    """Whether the modes of this thread only watch."""
+    watching: int = getattr(_thread, "watching", 0)
+    return max(_dispatch_modes(), _function_modes()) <= watching
 
 
 def recorded() -> bool:
@@ -141,7 +146,10 @@ def facts(*tensors: Tensor | None) -> Key | None:
 
 def firsts(*tensors: Any) -> tuple[int, ...]:
     """Of each tensor the place of the first one that is the same object."""
-    return tuple([next(at for at, y in enumerate(tensors) if y is x) for x in tensors])
+    places: dict[int, int] = {}
+    for at, x in enumerate(tensors):
+        places.setdefault(id(x), at)
+    return tuple(map(places.__getitem__, map(id, tensors)))
 
 
 def alignment(*tensors: Tensor) -> Any:

@@ -57,7 +57,7 @@ class _Part(NamedTuple):
     start: int
 
 
-def record(make: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], device: torch.device) -> Recorded:
+def record(make: Callable[[], Sequence[Any]], given: Sequence[Tensor], device: torch.device) -> Recorded:
     """What `make` gives, and how it is made again from tensors that are as those given: shapes, strides, types.
 
     Args:
@@ -83,7 +83,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        results = func(*args, **named)
+        with launching(None):  # those of an operator are its own
+            results = func(*args, **named)
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
             # Places that are integers give a shape that shapes say; only those of truth values are counted.
             at = args[1] if func is torch.ops.aten.index.Tensor else None

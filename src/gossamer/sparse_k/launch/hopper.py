@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.kernels.gpu import processors
 from gossamer.kernels.hopper import missing_packages
+from gossamer.kernels.launch import Launched
 from gossamer.sparse_k.hopper.configurations import SIZES, TILE, SparseKConfig
 from gossamer.sparse_k.launch import triton as triton_calls
 from gossamer.sparse_k.launch.problem import Operands, Options
@@ -58,11 +59,12 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     tile_lists = triton_calls.lists(last, o, TILE, every)
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
     items = B * H * tile_lists.keys.shape[1]
-    compiled.forward(config(x, o))(
+    given = (
         q, k, v, out, lse, *(t.flatten(0, 1) for t in (u, tau, last)), tile_lists.keys, tile_lists.counts,
         every.keys, every.counts,
         last.new_zeros(1), o.scale * LOG2E, o.window, items, min(items, processors(x.q.device)),
     )  # fmt: skip
+    Launched(compiled.forward(config(x, o)), given, by_address=False).start()
     return out, lse
 
 
