@@ -86,9 +86,9 @@ class _Operations(TorchDispatchMode):
         with launching(None):  # those of an operator are its own
             results = func(*args, **named)
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            # Places that are integers give a shape that shapes say; only those of truth values are counted.
-            at = args[1] if func is torch.ops.aten.index.Tensor else None
-            self.read |= at is None or any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(at))
+            # Integers as places give a shape that shapes say; truth values, and bytes, are counted for it.
+            known = func is torch.ops.aten.index.Tensor
+            self.read |= not known or any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args))
         into = [
             x for at, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write

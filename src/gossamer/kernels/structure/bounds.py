@@ -52,11 +52,11 @@ def row_bounds(
             num_warps=4,
         )  # fmt: skip
     elif told is not None:
-        both = [told] if told_keys is None else [told, told_keys]
-        n = told.shape[0]
-        edges = torch.empty((len(both), n), **new)
+        (n,), more = told.shape, told if told_keys is None else told_keys
+        several = 1 if told_keys is None else 2
+        edges = torch.empty((several, n), **new)
         launch(
-            edges_kernel, (len(both),), both[0], both[-1], edges, n, both[0].stride(0), both[-1].stride(0),
+            edges_kernel, (several,), told, more, edges, n, told.stride(0), more.stride(0),
             Q if kind == SEQUENCES else length, K, EDGES=power(n, *EDGES), num_warps=4,
         )  # fmt: skip
     T, read = -(-Q // CHUNK), (used, *vectors)
