@@ -125,6 +125,8 @@ class Rule(NamedTuple):
 
     def both(self, other: Rule) -> Rule | None:
         """The keys that both see; None where that takes too many reaches."""
+        if self.every or other.every:
+            return other if self.every else self
         return _rule(one.both(two) for one in self.reaches for two in other.reaches)
 
     def either(self, other: Rule) -> Rule | None:
@@ -137,7 +139,7 @@ EVERY_KEY = Rule()
 
 def rule(*reaches: Reach) -> Rule:
     """The rule of a few reaches; no two positions are a step over MOST apart, but for those that are the same."""
-    return Rule(tuple(reach._replace(step=min(reach.step, MOST)) for reach in reaches))
+    return Rule(tuple([reach if reach.step <= MOST else reach._replace(step=MOST) for reach in reaches]))
 
 
 def _rule(reaches: Iterable[Reach]) -> Rule | None:
