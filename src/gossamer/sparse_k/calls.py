@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import ALIGNMENT
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
 from gossamer.plan.problem import Unsupported
@@ -21,7 +20,7 @@ from gossamer.sparse_k.launch.implementations import implementation
 from gossamer.sparse_k.launch.problem import Operands, Options, SparseKGradients
 from gossamer.sparse_k.selection import DIRECT, SelectedKeys, Selection
 from gossamer.torch.arguments import four_dimensional, unbatched
-from gossamer.torch.key import SIMPLE, Key, facts, plain
+from gossamer.torch.key import SIMPLE, Key, facts, places, plain
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.recording import Recorded, Remade, record
 
@@ -38,14 +37,6 @@ def key_of(tensors: tuple[Tensor, ...], options: tuple[Any, ...]) -> Key | None:
     if of_tensors is None or None in of_tensors or not SIMPLE.issuperset(types):
         return None
     return *of_tensors, _differentiable(tensors), places(*tensors), *options, *types
-
-
-def places(*tensors: Tensor) -> Key:
-    """Where tensors begin, as far as launches are compiled for it, and which of them are one."""
-    found: dict[int, int] = {}
-    for at, x in enumerate(tensors):
-        found.setdefault(id(x), at)
-    return tuple([(found[id(x)], x.data_ptr() % ALIGNMENT) for x in tensors])
 
 
 def type_of_scores(q: Tensor, u: Tensor) -> torch.dtype:
@@ -123,6 +114,8 @@ class Call:
             key = dlse is None, places(*given), *[t.stride() for t in given]
             run = self._backwards.get(key)
             if run is not None:
+                if q.is_cuda and is_current_stream_capturing():
+                    hold_for_graphs(run)
                 return run(*given)
             made, run = self._recorded(make, given)
             if run is not None:

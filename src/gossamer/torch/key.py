@@ -144,12 +144,15 @@ def facts(*tensors: Tensor | None) -> Key | None:
     return tuple(found)
 
 
-def firsts(*tensors: Any) -> tuple[int, ...]:
-    """Of each tensor the place of the first one that is the same object."""
-    places: dict[int, int] = {}
+def places(*tensors: Tensor) -> Key:
+    """Of each tensor which one is the first that is the same object, and where it begins modulo ALIGNMENT.
+
+    A view of what begins elsewhere may be aligned at one place and not at another.
+    """
+    found: dict[int, int] = {}
     for at, x in enumerate(tensors):
-        places.setdefault(id(x), at)
-    return tuple(map(places.__getitem__, map(id, tensors)))
+        found.setdefault(id(x), at)
+    return tuple([(found[id(x)], x.data_ptr() % ALIGNMENT) for x in tensors])
 
 
 def alignment(*tensors: Tensor) -> Any:

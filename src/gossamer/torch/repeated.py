@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
-from gossamer.kernels.launch import ALIGNMENT, NO_VECTORS, Vectors
+from gossamer.kernels.launch import NO_VECTORS, Vectors
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.torch.arguments import AttentionOptions, four_dimensional, is_bshd, unbatched
 from gossamer.torch.calls import call_of, known
 from gossamer.torch.given_layouts import Given, layout_from
-from gossamer.torch.key import Key, facts, firsts, key_of, plain
+from gossamer.torch.key import Key, facts, key_of, places, plain
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.recording import Remade
 from gossamer.torch.request import DENSE, Request, asks_for_structure, request_of
@@ -135,6 +135,4 @@ def _asked(
     )  # fmt: skip
     if key is None or (q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]):
         return None
-    # A view of what begins elsewhere may be aligned at one place and not at another.
-    places = tuple([x.data_ptr() % ALIGNMENT for x in given])
-    return Asked((*key, which, told, firsts(*given), places, offset is None, o.key_starts is None), pattern, given)
+    return Asked((*key, which, told, places(*given), offset is None, o.key_starts is None), pattern, given)

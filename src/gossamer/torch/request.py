@@ -21,7 +21,7 @@ from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.torch.arguments import Arguments, AttentionOptions, arguments_of, coerced, describe, instead, is_handle
 from gossamer.torch.block_mask import layout_for
 from gossamer.torch.given_layouts import Given, arrays_of, at_offset_of, geometry_of
-from gossamer.torch.key import Key, alignment, facts, firsts, plain
+from gossamer.torch.key import Key, alignment, facts, places, plain
 from gossamer.torch.memory import outlasting
 from gossamer.torch.recording import Remade
 from gossamer.torch.registry import constants
@@ -64,7 +64,7 @@ class Request(NamedTuple):
         told = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
         arrays: Any = len(t.data)
         if a.made and a.counted:  # the launch is bound once, for arrays as these are
-            arrays = facts(*t.data), firsts(*t.data), alignment(*t.data)
+            arrays = facts(*t.data), places(*t.data)
         return (
             t.handle, t.geometry, arrays, *told, alignment(*(x for x in tensors if x is not None)), a.q_offset,
             a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made,
