@@ -168,6 +168,15 @@ def structures() -> dict[str, Call]:
     }
 
 
+def one_query(pattern: Pattern, *, K: int = 700, starts: bool = False, **options: Any) -> None:
+    """Decoding: the last position of sequences whose lengths the device alone knows, one of them empty."""
+    lengths = _integers(1, K + 1, 4)
+    lengths[1] = 0
+    given = {"q_offset": lengths - 1, "key_lengths": lengths} | ({"key_starts": lengths // 3} if starts else {})
+    q, k, v = (x.detach() for x in _drawn(torch.bfloat16, (4, 8, 1, 64), (4, 2, K, 64), (4, 2, K, 64)))
+    gs.attention(q, k, v, pattern, **given, **options)
+
+
 def chosen(score: str, **options: Any) -> None:
     q, k = (x.detach() for x in _drawn(torch.bfloat16, (1, 4, 500, 64), (1, 2, 500, 64)))
     gs.topk_blocks(q, k, causal=True, score=score, **options)
@@ -304,6 +313,14 @@ FAMILIES = {
             "soft cap": partial(attended, gs.Causal, softcap=3.0, implementation="triton"),
             "float32": partial(attended, _sinks, dtype=torch.float32, D=40, implementation="triton"),
             "one query": partial(attended, gs.Causal, N=1, K=2000, backward=False, implementation="triton"),
+        },
+    ),
+    "one query": Family(
+        ("kernels/triton/one_query",),
+        {
+            "causal": partial(one_query, gs.Causal()),
+            "window": partial(one_query, gs.SlidingWindow(100)),
+            "first keys, soft cap": partial(one_query, gs.Causal(), starts=True, softcap=5.0),
         },
     ),
     "triton gather": Family(

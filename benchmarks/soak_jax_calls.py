@@ -427,8 +427,12 @@ def of_attention(r: random.Random) -> Program:
     return Program("attention", kind, description, gradient, shapes, call, expected, dtype)
 
 
-def attended(given: tuple[Any, ...], terms: Terms, dtype: str) -> Arrays:
-    """Results and gradients of attention, each with twice the error of plain code of its type and its rounding."""
+def attended(given: tuple[Any, ...], terms: Terms, dtype: str, known: float = 0.0) -> Arrays:
+    """Results and gradients of attention, each with twice the error of plain code of its type and its rounding.
+
+    Args:
+        known: how far a bias is known.
+    """
     q, k, v, *_ = given
     short = jnp.dtype(dtype).itemsize == 2
     truth = oracle.attention(*given, terms)
@@ -438,7 +442,7 @@ def attended(given: tuple[Any, ...], terms: Terms, dtype: str) -> Arrays:
     E, D, size = v.shape[-1], q.shape[-1], abs(terms.scale)
     # The truth of float64 is rounded as well.
     products = min(size * most[0] * most[1] * D, terms.softcap or math.inf)  # whose terms may cancel
-    unit = (2.0**-51 if dtype == "float64" else 2.0**-24) * (8 + truth.largest + products)
+    unit = (2.0**-51 if dtype == "float64" else 2.0**-24) * (8 + truth.largest + products) + known
     ds = most[3] * most[2] * E + most[4]
     sizes = {
         "out": most[2], "lse": 1.0, "q": size * ds * most[1], "k": size * ds * most[0] * q.shape[2] / k.shape[2],
@@ -600,6 +604,7 @@ def of_neighbors(r: random.Random) -> Program:
     def expected(arrays: Arrays, cotangents: Arrays) -> Arrays:
         found = oracle.pairs(arrays["x"], cloud.box, radius)
         bias = None if width is None else -found.s / (2 * width**2)
+        known = 0.0 if width is None else (found.off * found.keep).max(initial=0.0) / (2 * width**2)
         traced = arrays.get("scale")
         number = (
             0.0
@@ -613,7 +618,7 @@ def of_neighbors(r: random.Random) -> Program:
         none = np.zeros((*v.shape[:2], D), v.dtype)
         q, k = (arrays.get(name, none).reshape(none.shape) for name in "qk")
         given = tuple(x[None] for x in (q, k, v, dout, dlse))
-        want = attended(given, terms, dtype)
+        want = attended(given, terms, dtype, known)
         want = {n: Near(one.value[0] if one.value.ndim > 1 else one.value, one.off) for n, one in want.items()}
         if heads is None:
             want = {n: Near(one.value[:, 0] if one.value.ndim > 1 else one.value, one.off) for n, one in want.items()}

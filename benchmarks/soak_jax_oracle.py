@@ -157,6 +157,7 @@ class Pairs(NamedTuple):
     s: Array  # (N, N): r^2
     keep: Array  # within the radius
     unsure: bool  # whether any pair's distance is the radius but for rounding, or half of the box
+    off: Array  # (N, N): how far a float32 difference across a seam, which is rounded, may move r^2
 
 
 def pairs(x: Array, box: tuple[float | None, ...], radius: float) -> Pairs:
@@ -164,15 +165,18 @@ def pairs(x: Array, box: tuple[float | None, ...], radius: float) -> Pairs:
     x = np.stack([one if size is None else one - np.float32(size) * np.floor(one / np.float32(size))
                   for one, size in zip(x.T, box, strict=True)], 1).astype(np.float64)  # fmt: skip
     steps = x[None] - x[:, None]
-    halves = np.zeros(steps.shape[:2], bool)
+    halves, off = np.zeros(steps.shape[:2], bool), np.zeros(steps.shape[:2])
     for axis, size in enumerate(box):
         if size is not None:
-            steps[..., axis] -= size * np.round(steps[..., axis] / size)
+            turns = np.round(steps[..., axis] / size)
+            steps[..., axis] -= size * turns
+            known = 2.0**-23 * (turns != 0) * size
+            off += 2 * np.abs(steps[..., axis]) * known + known**2
             halves |= np.abs(np.abs(steps[..., axis]) - size / 2) < 1e-5 * size
     s = (steps**2).sum(-1)
     near = (np.abs(s / radius**2 - 1) < 1e-5) | halves & (s <= radius**2 * (1 + 1e-5))
     near |= (s > 0) & (s < 1e-10 * radius**2)  # whether they are at one place
-    return Pairs(steps, s, s <= radius**2, bool(near.any()))
+    return Pairs(steps, s, s <= radius**2, bool(near.any()), off)
 
 
 class Law(NamedTuple):
