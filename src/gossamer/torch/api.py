@@ -26,7 +26,7 @@ from gossamer.torch.arguments import (
     vectors_of,
 )
 from gossamer.torch.calls import call_of, known, read_q_offset
-from gossamer.torch.decoding import ends_of_one_query, growing_call, seen_by_one_query
+from gossamer.torch.decoding import growing_call, seen_by_one_query
 from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
@@ -175,16 +175,14 @@ def attention(
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     if merge is None and (isinstance(q_offset, Tensor) or key_starts is not None):
-        ends = ends_of_one_query(
-            q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, bshd
+        options = AttentionOptions(
+            scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,
+            implementation, deterministic, layout,
         )  # fmt: skip
-        if ends is not None:
-            pattern, q_offset, key_lengths = DENSE, None, ends
+        seen = seen_by_one_query(q, k, v, pattern, options, bshd)
+        if isinstance(seen, Tensor):
+            pattern, q_offset, key_lengths = DENSE, None, seen
         else:
-            seen = seen_by_one_query(
-                q, k, v, pattern, scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes,
-                alibi_distance, implementation, deterministic, bshd,
-            )  # fmt: skip
             results = None if seen is None else seen(q, k, v)
             if results is not None:
                 out, lse = results

@@ -1,10 +1,9 @@
 """Calls of one query, which are rewritten before they are looked up.
 
-One offset on the device for each sequence (`ends_of_one_query`): a query that sees the keys up to one sees what
-`key_lengths` says, which kernels read themselves, and no structure is made.
-
-Where keys have a first one as well, of a window or by `key_starts` (`seen_by_one_query`), a kernel on a GPU computes
-both ends itself; calls with gradients, and of other devices, go the usual way.
+One offset on the device for each sequence, or first keys (`seen_by_one_query`): a query that sees the keys up to one
+sees what `key_lengths` says, which kernels read themselves, and no structure is made. Where keys have a first one as
+well, of a window or by `key_starts`, a kernel on a GPU computes both ends itself; calls with gradients, and of other
+devices, go the usual way.
 
 Keys that grow by a token a call (`growing_call`): the query sees all keys, those before it, or those of a window: a
 view of the keys, of which it sees all. The request becomes one for the next multiple of `RANGE` keys, of which
@@ -32,7 +31,7 @@ from gossamer.plan.arguments import most_offset
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.plan.table import NAMES, load
-from gossamer.torch.arguments import INTEGERS, Arguments, four_dimensional, is_empty, unbatched, wide
+from gossamer.torch.arguments import INTEGERS, Arguments, AttentionOptions, four_dimensional, is_empty, unbatched, wide
 from gossamer.torch.arguments import known as holds
 from gossamer.torch.bind import bind
 from gossamer.torch.calls import Call, call_of, known
@@ -76,35 +75,6 @@ class Growing(NamedTuple):
         sinks = Vectors(*vectors).sink_logits if vectors else None
         out, lse = self.call(q, k, v, self.length, sinks, None)
         return unbatched(out, lse, 4, self.bshd) if self.bshd else (out, lse)  # out of one query lies alike in both
-
-
-def ends_of_one_query(
-    q: Any, k: Any, pattern: Any, offset: Any, key_starts: Any, key_lengths: Any, alibi_slopes: Any,
-    implementation: Any, bshd: bool,
-) -> Tensor | None:  # fmt: skip
-    """key_lengths (B,) that say all that the one query of each sequence sees; None where it goes the usual way.
-
-    Args:
-        offset: `q_offset`.
-    """
-    if not isinstance(offset, Tensor):
-        return None
-    reach = _reach(q, k, pattern, alibi_slopes, implementation, bshd, offset, key_starts, key_lengths)
-    if reach is None or key_starts is not None or reach.left is not None or reach.first is not None:
-        return None
-    if reach.right is None:
-        return key_lengths
-    if abs(reach.right) > MOST_REACH:
-        return None
-    behind, K = reach.right + 1, k.shape[1 if bshd else 2]
-    compiling = torch.compiler.is_compiling()
-    if not compiling and q.is_cuda and has_triton() and q.shape[0] and plain(q, offset, key_lengths, profiled=True):
-        from gossamer.kernels.triton.one_query.launch_one_query import ends_of
-
-        return ends_of(offset, key_lengths, behind, K)
-    at = offset if offset.dtype == torch.int64 else offset.int()
-    ends = at.clamp(-behind, K - behind) + behind
-    return ends if key_lengths is None else torch.minimum(ends, key_lengths)
 
 
 class SeenKeys(NamedTuple):
@@ -173,48 +143,32 @@ class SeenKeys(NamedTuple):
 
 
 def seen_by_one_query(
-    q: Any, k: Any, v: Any, pattern: Any, scale: Any, q_offset: Any, key_starts: Any, key_lengths: Any, softcap: Any,
-    sink_logits: Any, alibi_slopes: Any, alibi_distance: Any, implementation: Any, deterministic: Any, bshd: bool,
-) -> SeenKeys | None:  # fmt: skip
-    """The call of one query of each sequence, whose keys have a first one; None where it goes the usual way.
+    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, bshd: bool
+) -> Tensor | SeenKeys | None:  # fmt: skip
+    """What the one query of each sequence sees: key_lengths (B,) that say all of it, or the call of keys that have a first.
 
-    Args:
-        deterministic: the results have the same bits in any case.
+    None where the call goes the usual way.
     """
-    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or not sees_on(q.device.type):
+    reach = _reach(q, k, pattern, o, bshd)
+    if reach is None:
         return None
-    offset = q_offset if isinstance(q_offset, Tensor) else None
-    reach = _reach(q, k, pattern, alibi_slopes, implementation, bshd, offset, key_starts, key_lengths)
-    if reach is None or (offset is None and type(q_offset) not in (type(None), int)):
-        return None
-    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or alibi_distance is not None:
-        return None
-    sinks = wide(sink_logits, q)
-    if not isinstance(v, Tensor) or v.ndim != 4 or not isinstance(sinks, (Tensor, type(None))):
-        return None
-    vectors = offset, key_starts, key_lengths, sinks
-    if not plain(q, k, v, *vectors, profiled=True) or differentiable(q, k, v, sinks):
-        return None
-    if type(deterministic) not in (type(None), bool) or not q.layout is k.layout is v.layout is torch.strided:
-        return None
-    return SeenKeys(reach, q_offset if offset is None else None, vectors, scale, softcap, bshd)
+    if isinstance(o.q_offset, Tensor) and o.key_starts is None and reach.left is None and reach.first is None:
+        ends = _ends(q, k, reach.right, o.q_offset, o.key_lengths, bshd)
+        if ends is not None:
+            return ends
+    return _with_first_key(q, k, v, reach, o, bshd)
 
 
-def _reach(
-    q: Any, k: Any, pattern: Any, alibi_slopes: Any, implementation: Any, bshd: bool, *vectors: Any
-) -> Reach | None:  # fmt: skip
-    """The keys that one query of each sequence sees by its position; None where that is not all, or not one interval.
-
-    Args:
-        vectors: integers (B,) of each sequence, or None.
-    """
-    if not alibi_slopes is implementation is None:
+def _reach(q: Any, k: Any, pattern: Any, o: AttentionOptions, bshd: bool) -> Reach | None:
+    """The keys that one query of each sequence sees by its position; None where that is not all, or not one interval."""
+    if not o.alibi_slopes is o.implementation is None:
         return None
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
         return None
     if not holds(q.shape[1 if bshd else 2] == 1) or not (pattern is None or isinstance(pattern, Pattern)):
         return None
-    for x in vectors:
+    offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
+    for x in (offset, o.key_starts, o.key_lengths):
         if x is not None and (
             not isinstance(x, Tensor) or x.device != q.device or x.dtype not in INTEGERS
             or x.ndim != 1 or not holds(x.shape[0] == q.shape[0])
@@ -223,6 +177,45 @@ def _reach(
     rule = (DENSE if pattern is None else pattern).device_rule()
     reach = None if rule is None else rule.interval
     return None if reach is None or reach.blocks else reach
+
+
+def _ends(
+    q: Tensor, k: Tensor, right: int | None, offset: Tensor, key_lengths: Tensor | None, bshd: bool
+) -> Tensor | None:  # fmt: skip
+    """key_lengths (B,) of queries that see the keys up to `right` after their positions; None: not said by lengths."""
+    if right is None:
+        return key_lengths
+    if abs(right) > MOST_REACH:
+        return None
+    behind, K = right + 1, k.shape[1 if bshd else 2]
+    compiling = torch.compiler.is_compiling()
+    if not compiling and q.is_cuda and has_triton() and q.shape[0] and plain(q, offset, key_lengths, profiled=True):
+        from gossamer.kernels.triton.one_query.launch_one_query import ends_of
+
+        return ends_of(offset, key_lengths, behind, K)
+    at = offset if offset.dtype == torch.int64 else offset.int()
+    ends = at.clamp(-behind, K - behind) + behind
+    return ends if key_lengths is None else torch.minimum(ends, key_lengths)
+
+
+def _with_first_key(q: Tensor, k: Tensor, v: Any, reach: Reach, o: AttentionOptions, bshd: bool) -> SeenKeys | None:
+    """The call of queries whose keys have a first one; None where it goes the usual way."""
+    if torch.compiler.is_compiling() or not sees_on(q.device.type):
+        return None
+    offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
+    if offset is None and type(o.q_offset) not in (type(None), int):
+        return None
+    if type(o.scale) not in _NUMBERS or type(o.softcap) not in _NUMBERS or o.alibi_distance is not None:
+        return None
+    sinks = wide(o.sink_logits, q)
+    if not isinstance(v, Tensor) or v.ndim != 4 or not isinstance(sinks, (Tensor, type(None))):
+        return None
+    vectors: Any = offset, o.key_starts, o.key_lengths, sinks
+    if not plain(q, k, v, *vectors, profiled=True) or differentiable(q, k, v, sinks):
+        return None
+    if type(o.deterministic) not in (type(None), bool) or not q.layout is k.layout is v.layout is torch.strided:
+        return None
+    return SeenKeys(reach, o.q_offset if offset is None else None, vectors, o.scale, o.softcap, bshd)
 
 
 def growing_call(

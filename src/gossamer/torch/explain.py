@@ -34,7 +34,7 @@ from gossamer.torch.arguments import (
     is_handle,
 )
 from gossamer.torch.calls import read_q_offset, results_in_bshd
-from gossamer.torch.decoding import ends_of_one_query, for_one_query, seen_by_one_query
+from gossamer.torch.decoding import for_one_query, seen_by_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
@@ -327,30 +327,19 @@ def explain(
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     scaled = {"q": "scale, a tensor, is multiplied into it"} if q is not given else {}
-    if isinstance(q_offset, Tensor) or key_starts is not None:
-        bshd = is_bshd(layout)
-        ends = ends_of_one_query(
-            q, k, pattern, q_offset, key_starts, key_lengths, alibi_slopes, implementation, bshd
-        )  # fmt: skip
-        if ends is not None:
-            pattern, q_offset, key_lengths = None, None, ends
-        else:
-            seen = seen_by_one_query(
-                q, k, v, pattern, scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes,
-                alibi_distance, implementation, deterministic, bshd,
-            )  # fmt: skip
-            if seen is not None and seen.problem(*four_dimensional(q, k, v, bshd)) is not None:
-                structured = explain(
-                    q, k, v, pattern, scale=scale, q_offset=q_offset, key_starts=key_starts, key_lengths=key_lengths,
-                    softcap=softcap, sink_logits=sink_logits, implementation="triton", deterministic=deterministic,
-                    layout=layout,
-                )  # fmt: skip
-                return _of_seen_keys(structured, scaled)
-    reordered = pattern if isinstance(pattern, ReorderedCSR) else None
     options = AttentionOptions(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
         deterministic, layout,
     )  # fmt: skip
+    if isinstance(q_offset, Tensor) or key_starts is not None:
+        bshd = is_bshd(layout)
+        seen = seen_by_one_query(q, k, v, pattern, options, bshd)
+        if isinstance(seen, Tensor):
+            pattern, options = None, options._replace(q_offset=None, key_lengths=seen)
+        elif seen is not None and seen.problem(*four_dimensional(q, k, v, bshd)) is not None:
+            by_triton = options._replace(implementation="triton")
+            return _of_seen_keys(explain(q, k, v, pattern, **by_triton._asdict()), scaled)
+    reordered = pattern if isinstance(pattern, ReorderedCSR) else None
     request = request_of(q, k, v, pattern if reordered is None else reordered.inner, options)
     if reordered is not None:
         check_order(reordered, request.arguments.q, request.arguments.k, request.arguments.key_lengths, alibi_slopes)
