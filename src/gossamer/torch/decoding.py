@@ -145,9 +145,10 @@ class SeenKeys(NamedTuple):
 def seen_by_one_query(
     q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, bshd: bool
 ) -> Tensor | SeenKeys | None:  # fmt: skip
-    """What the one query of each sequence sees: key_lengths (B,) that say all of it, or the call of keys that have a first.
+    """What the one query of each sequence sees; None where the call goes the usual way.
 
-    None where the call goes the usual way.
+    Returns:
+        key_lengths (B,) that say all of it, or the call of queries whose keys have a first one.
     """
     reach = _reach(q, k, pattern, o, bshd)
     if reach is None:
@@ -160,7 +161,7 @@ def seen_by_one_query(
 
 
 def _reach(q: Any, k: Any, pattern: Any, o: AttentionOptions, bshd: bool) -> Reach | None:
-    """The keys that one query of each sequence sees by its position; None where that is not all, or not one interval."""
+    """The keys that one query of each sequence sees by its position; None where that is not all, or no interval."""
     if not o.alibi_slopes is o.implementation is None:
         return None
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
