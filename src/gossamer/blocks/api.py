@@ -228,7 +228,7 @@ def _key(q: Tensor, k: Tensor, options: tuple[Any, ...]) -> Key | None:
     return *of_tensors, alignment(q, k), *options, *types
 
 
-class Call:
+class BlocksCall:
     """Chooses the blocks of every call of one key, which was checked; it keeps no tensor."""
 
     def __init__(self, options: tuple[Any, ...], choice: Choice, bshd: bool) -> None:
@@ -246,13 +246,13 @@ class Call:
         return SelectedBlocks(*chosen, self.choice._replace(q=q, k=k))
 
 
-known: Memo[Call] = Memo()
+known: Memo[BlocksCall] = Memo()
 
 
 def _call(
     q: Any, k: Any, causal: Any, block_size: Any, topk: Any, top_p: Any, score: Any, local: Any, first: Any, per: Any,
     scale: Any, layout: Any,
-) -> Call:  # fmt: skip
+) -> BlocksCall:  # fmt: skip
     """The call of these arguments.
 
     Raises:
@@ -281,7 +281,7 @@ def _call(
     n, local, first = C if topk is None else min(topk, C), min(local, C), min(first, C)
     options = (block_size, n, factor, per == "group", score == "bound", causal, local, first, top_p)
     choice = Choice(None, None, dims, block_size, causal, score, factor, cast_type(q))
-    return Call(options, choice, bshd)
+    return BlocksCall(options, choice, bshd)
 
 
 def _checked(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.checks import boolean
 from gossamer.entmax.arguments import NAMES, Names, given
-from gossamer.entmax.calls import Asked, EntmaxAttention, EntmaxCall, Results, Told, apply_plain, key_of, known
+from gossamer.entmax.calls import EntmaxAttention, EntmaxCall, EntmaxOptions, Results, Told, apply_plain, key_of, known
 from gossamer.entmax.operators import entmax_forward, rest_of, topk_op
 from gossamer.entmax.topk import TopkCall
 from gossamer.layouts import BlockLayout
@@ -146,7 +146,7 @@ def entmax_attention(
         raise ValueError(f'save must be "lists" or "tau"; got {describe(save)}')
     if type(return_aux) is not bool:
         return_aux = boolean("return_aux", return_aux)
-    asked = Asked(pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation)
+    asked = EntmaxOptions(pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation)
     results, alphas, dims = attended("entmax_attention", NAMES, q, k, v, asked, save, return_aux)
     out = results.out if dims == 4 else unbatched(results.out, dims)
     if not return_aux:
@@ -167,7 +167,7 @@ class Attended(NamedTuple):
 
 
 def attended(
-    name: str, names: Names, q: Tensor, k: Tensor, v: Tensor, asked: Asked, save: Save, with_aux: bool = False
+    name: str, names: Names, q: Tensor, k: Tensor, v: Tensor, asked: EntmaxOptions, save: Save, with_aux: bool = False
 ) -> Attended:
     """The differentiable results of a call; without `with_aux` or gradients kernels make `out` alone.
 
@@ -200,7 +200,7 @@ def attended(
     return Attended(call(EntmaxAttention.apply, *x, alphas, *found.options.tensors), alphas, found.dims)
 
 
-def eager(q: Any, k: Any, v: Any, asked: Asked) -> tuple[Any, Asked]:
+def eager(q: Any, k: Any, v: Any, asked: EntmaxOptions) -> tuple[Any, EntmaxOptions]:
     """q and the arguments of a call as its key has them: a pattern in place of its handle, a number as the scale."""
     if type(asked.pattern) is int:
         asked = asked._replace(pattern=pattern_of(asked.pattern))
@@ -260,7 +260,7 @@ def topk_keys(
         tensor([[ 1, -1],
                 [ 2, -1]], dtype=torch.int32)
     """
-    asked = Asked(pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation)
+    asked = EntmaxOptions(pattern, 1.0, k_keep, causal, q_positions, k_positions, scale, implementation)
     key: Key | None = None
     compiling = torch.compiler.is_compiling()
     if not compiling:

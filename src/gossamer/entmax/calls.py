@@ -66,7 +66,7 @@ class Forward(NamedTuple):
     normaliser: Tensor | None  # (B, H, Q) or (B H Q,)
 
 
-class Asked(NamedTuple):
+class EntmaxOptions(NamedTuple):
     """The arguments of a call as a user gives them, but for q, k, v and what says how results are wanted."""
 
     pattern: Any
@@ -79,7 +79,7 @@ class Asked(NamedTuple):
     implementation: Any
 
 
-def key_of(q: Any, k: Any, v: Any, asked: Asked, *more: Any) -> Key | None:
+def key_of(q: Any, k: Any, v: Any, asked: EntmaxOptions, *more: Any) -> Key | None:
     """What tells calls apart; None for one that has no key: see `torch.key.key_of`. `more` are numbers and names."""
     pattern, alpha, top_k, causal, q_positions, k_positions, scale, implementation = asked
     mask = handle = None

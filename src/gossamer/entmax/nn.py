@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gossamer.checks import integer
 from gossamer.entmax.api import attended, unbatched
 from gossamer.entmax.arguments import Names, check_alpha, check_alphas
-from gossamer.entmax.calls import Asked
+from gossamer.entmax.calls import EntmaxOptions
 from gossamer.torch.arguments import describe, number
 
 NAMES = Names("Q_idx", "K_idx")
@@ -90,7 +90,7 @@ class SplashAttention(nn.Module):
         """
         if isinstance(Q, Tensor) and Q.shape[-1] != self.head_dim:
             raise ValueError(f"Q must have the head size of the module, head_dim={self.head_dim}; got {describe(Q)}")
-        asked = Asked(None, self.alpha, self.k_keep, False, Q_idx, K_idx, self.sm_scale, None)
+        asked = EntmaxOptions(None, self.alpha, self.k_keep, False, Q_idx, K_idx, self.sm_scale, None)
         results, _, dims = attended("SplashAttention", NAMES, Q, K, V, asked, "lists")
         return unbatched(results.out, dims)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import triton
 
-from gossamer.entmax.launch.calls import KernelCall, Lists, hopper_here, readable, row_options, value_of
+from gossamer.entmax.launch.calls import KernelCall, ListNames, hopper_here, readable, row_options, value_of
 from gossamer.entmax.launch.forward import made
 from gossamer.entmax.launch.kernels import step
 from gossamer.entmax.launch.overflow_rows import LISTING_STEP, OverflowRows, long_rows_backward, rows_of
@@ -28,7 +28,7 @@ def prepare(c: KernelCall, with_alpha: bool) -> Prepared:
     the lists, which are made again where they are not given.
     """
     b = c.b
-    given = Lists("list_keys", "list_weights", "list_counts")
+    given = ListNames("list_keys", "list_weights", "list_counts")
     lists = given if given.keys in b else made(c, "lists", True, False)
     dout = readable(b, "dout")
     for name, x in (("dq", c.q), ("dk", c.k), ("dv", c.v)):
@@ -68,7 +68,7 @@ class KeyLists(NamedTuple):
     order: str
 
 
-def key_lists(c: KernelCall, lists: Lists, rows: OverflowRows, chunks: int) -> KeyLists:
+def key_lists(c: KernelCall, lists: ListNames, rows: OverflowRows, chunks: int) -> KeyLists:
     """The lists of keys from those of rows."""
     b, L, n_keys = c.b, c.listed, c.B * c.G * c.K
     names = b.array("names", "int32", (c.rows * L,))

@@ -80,7 +80,7 @@ class KernelCall:
         return Kernel(HOPPER, name, key, "exchanged")
 
 
-class Lists(NamedTuple):
+class ListNames(NamedTuple):
     """The names of the arrays that hold the supports of rows: see `entmax.lists.RowLists`."""
 
     keys: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from gossamer.entmax.hopper.support.configurations import SupportConfig
-from gossamer.entmax.launch.calls import CallPart, KernelCall, Lists, parts, row_options, stats_of
+from gossamer.entmax.launch.calls import CallPart, KernelCall, ListNames, parts, row_options, stats_of
 from gossamer.entmax.launch.kernels import step
 from gossamer.entmax.launch.overflow_rows import LISTING_STEP, OverflowRows, large, long_rows, rows_of
 from gossamer.entmax.launch.selection import support_kernel, support_lists
@@ -31,7 +31,7 @@ def prepare(c: KernelCall, wanted: Wanted, keep_lists: bool, stats: tuple[str, .
     return c.b.done(*(("out",) if wanted == "out" else ()), *stats, *of_lists)
 
 
-def made(c: KernelCall, wanted: Wanted, keep_lists: bool, with_stats: bool) -> Lists:
+def made(c: KernelCall, wanted: Wanted, keep_lists: bool, with_stats: bool) -> ListNames:
     """Add the launches of a forward; the names of its lists."""
     b, L, top, only_keys = c.b, c.listed, c.top_k is not None, wanted == "keys"
     way = support_kernel(c, only_keys)
@@ -45,7 +45,7 @@ def made(c: KernelCall, wanted: Wanted, keep_lists: bool, with_stats: bool) -> L
     # Every count is written before it is read, but where groups of a head are listed whose other parts come later.
     counts = b.array("list_counts", "int32", (c.rows,), 0 if top and len(every) > 1 else None)
     weights = b.array("list_weights", "float32", (1, 1) if only_keys else (held, L))
-    lists = Lists(b.array("list_keys", "int32", (held, L)), weights, counts)
+    lists = ListNames(b.array("list_keys", "int32", (held, L)), weights, counts)
     stats = stats_of(c, with_stats)
     rows: OverflowRows | None = None
     if wanted == "out":
@@ -64,7 +64,7 @@ def made(c: KernelCall, wanted: Wanted, keep_lists: bool, with_stats: bool) -> L
     return lists
 
 
-def gather_out(c: KernelCall, lists: Lists, part: CallPart, first_listed: int, rows: OverflowRows | None) -> None:
+def gather_out(c: KernelCall, lists: ListNames, part: CallPart, first_listed: int, rows: OverflowRows | None) -> None:
     """Out of the rows of a part that have lists; list those that have none in `rows`."""
     b, E = c.b, c.E
     options = row_options(c, "forward", E, E)

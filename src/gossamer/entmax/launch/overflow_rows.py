@@ -12,7 +12,7 @@ import triton
 
 from gossamer.entmax.hopper.key_bounds import Bounds
 from gossamer.entmax.hopper.long_rows.configurations import long_rows_columns_config, long_rows_config
-from gossamer.entmax.launch.calls import BOUNDS, KernelCall, Lists, Stats, for_hopper, precision, value_of, words
+from gossamer.entmax.launch.calls import BOUNDS, KernelCall, ListNames, Stats, for_hopper, precision, value_of, words
 from gossamer.entmax.launch.kernels import step
 from gossamer.entmax.triton.large import large_kernel, list_groups_kernel
 from gossamer.entmax.triton.tiled import tiled_kernel
@@ -64,7 +64,7 @@ def common(c: KernelCall) -> dict[str, Any]:
 
 
 def large(
-    c: KernelCall, stats: Stats, lists: Lists, first_head: int, heads: int, first_listed: int, only_keys: bool
+    c: KernelCall, stats: Stats, lists: ListNames, first_head: int, heads: int, first_listed: int, only_keys: bool
 ) -> None:
     """The lists of the k largest of the rows of some heads that have none."""
     b, n = c.b, -(-c.Q // GROUP_ROWS)

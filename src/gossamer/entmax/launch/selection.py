@@ -11,7 +11,7 @@ from gossamer.entmax.launch.calls import (
     BOUNDS,
     CallPart,
     KernelCall,
-    Lists,
+    ListNames,
     Stats,
     for_hopper,
     precision,
@@ -73,7 +73,7 @@ def sample_stride(c: KernelCall) -> int:
 
 
 def support_lists(
-    c: KernelCall, way: SupportConfig | Triton, part: CallPart, lists: Lists, stats: Stats, first_listed: int,
+    c: KernelCall, way: SupportConfig | Triton, part: CallPart, lists: ListNames, stats: Stats, first_listed: int,
     only_keys: bool,
 ) -> None:  # fmt: skip
     """Make the lists of a part of a call, and the statistics of its rows."""
@@ -89,7 +89,7 @@ def support_lists(
 
 
 def by_triton(
-    c: KernelCall, way: Triton, part: CallPart, lists: Lists, stats: Stats, first_listed: int, only_keys: bool
+    c: KernelCall, way: Triton, part: CallPart, lists: ListNames, stats: Stats, first_listed: int, only_keys: bool
 ) -> None:  # fmt: skip
     """`support_lists` by kernels that write candidates to memory between them."""
     b, n, top = c.b, part.blocks * way.rows, c.top_k is not None

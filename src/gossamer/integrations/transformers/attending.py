@@ -31,7 +31,7 @@ IGNORED = frozenset({
 DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate", "dropout")
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer, as `explain` records it: the arguments of `gossamer.attention`."""
 
     module: torch.nn.Module
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 # What `explain` listens with; None where nobody does.
-listeners: list[Callable[[Call], None]] = []
+listeners: list[Callable[[LayerCall], None]] = []
 
 
 def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, None]]:
@@ -94,7 +94,7 @@ def attention_function(restrict: Restriction) -> Callable[..., tuple[Tensor, Non
             if edges is not None:
                 _check_documents(attention_mask, name, edges)
         for listener in listeners:
-            listener(Call(module, (query, key, value), pattern, {**terms, **placed}, planned))
+            listener(LayerCall(module, (query, key, value), pattern, {**terms, **placed}, planned))
         if planned == ON_DEVICE:
             attended = Attended(pattern, placed, planned)
             pattern, placed = attention_mask.layout(attended, by, query, key, value, softcap, s_aux), {}

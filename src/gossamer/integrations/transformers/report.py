@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.integrations.transformers.attending import Call, listeners
+from gossamer.integrations.transformers.attending import LayerCall, listeners
 from gossamer.integrations.transformers.device import ONCE
 from gossamer.torch.arguments import describe
 from gossamer.torch.explain import Explanation
@@ -89,7 +89,7 @@ def explain(model: torch.nn.Module, inputs: Tensor | Mapping[str, Any]) -> Repor
     names = {id(module): name for name, module in model.named_modules()}
     layers: list[Layer] = []
 
-    def listener(call: Call) -> None:
+    def listener(call: LayerCall) -> None:
         shown = f"a mask of {tuple(call.pattern.shape)}" if isinstance(call.pattern, Tensor) else repr(call.pattern)
         shown += "".join(f", {name}" for name in ("key_starts", "key_lengths") if call.options.get(name) is not None)
         explanation = explain_call(*call.tensors, call.pattern, **call.options)

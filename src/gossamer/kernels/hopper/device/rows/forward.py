@@ -29,7 +29,7 @@ from gossamer.kernels.hopper.device.rows.pieces import (
 FLOOR = -3.4028234663852886e38  # where the maximum starts: finite, so that a row with nothing kept is no special case
 
 
-class Arguments(NamedTuple):
+class RowsArguments(NamedTuple):
     """What the kernel is called with."""
 
     q: Any  # (B, H, Q, D)
@@ -64,8 +64,8 @@ class RowsForward(RowsKernel):
         before: Float32, exponent: Float32, has_sinks: Int32, lead_heads: Int32, copy_heads: Int32, slots: Int32,
         copies: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`."""
-        arguments = Arguments(
+        """As in `RowsArguments`."""
+        arguments = RowsArguments(
             q, k, v, out, lse, items, indices, sinks, part_out, part_lse, lengths, before, exponent, has_sinks,
             lead_heads, copy_heads, slots,
         )  # fmt: skip
@@ -75,7 +75,7 @@ class RowsForward(RowsKernel):
 class ForwardRow(Opaque):
     """The softmax of a row and its result."""
 
-    def __init__(self, config: RowsConfig, arguments: Arguments, item: Item) -> None:
+    def __init__(self, config: RowsConfig, arguments: RowsArguments, item: Item) -> None:
         a = arguments
         self.config, self.arguments, self.item = config, a, item
         self.score = Score(config, a.before, a.exponent)

@@ -26,7 +26,7 @@ from gossamer.kernels.hopper.device.rows.pieces import (
 )
 
 
-class Arguments(NamedTuple):
+class RowsGradientArguments(NamedTuple):
     """What both kernels are called with; `made` and `parts` are dQ's, or dK's and dV's."""
 
     q: Any  # (B, H, Q, D)
@@ -60,8 +60,8 @@ class RowsQuery(RowsKernel):
         exponent: Float32, scale: Float32, lead_heads: Int32, copy_heads: Int32, slots: Int32, copies: Int32,
         stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`."""
-        arguments = Arguments(
+        """As in `RowsGradientArguments`."""
+        arguments = RowsGradientArguments(
             q, k, v, dout, terms, (dq,), items, indices, (part_dq,), lengths, before, exponent, scale, lead_heads,
             copy_heads, slots,
         )  # fmt: skip
@@ -81,8 +81,8 @@ class RowsColumns(RowsKernel):
         lengths: cute.Tensor, before: Float32, exponent: Float32, scale: Float32, lead_heads: Int32, copy_heads: Int32,
         slots: Int32, copies: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """As in `Arguments`."""
-        arguments = Arguments(
+        """As in `RowsGradientArguments`."""
+        arguments = RowsGradientArguments(
             q, k, v, dout, terms, (dk, dv), items, indices, (part_dk, part_dv), lengths, before, exponent, scale,
             lead_heads, copy_heads, slots,
         )  # fmt: skip
@@ -92,7 +92,7 @@ class RowsColumns(RowsKernel):
 class QueryRow(Opaque):
     """dQ of a row."""
 
-    def __init__(self, config: RowsConfig, arguments: Arguments, item: Item) -> None:
+    def __init__(self, config: RowsConfig, arguments: RowsGradientArguments, item: Item) -> None:
         a = arguments
         self.config, self.arguments, self.item = config, a, item
         self.score = Score(config, a.before, a.exponent)
@@ -142,7 +142,7 @@ class QueryRow(Opaque):
 class KeyRow(Opaque):
     """dK and dV of a row: the sums over the query heads of its key head, or of one of them."""
 
-    def __init__(self, config: RowsConfig, arguments: Arguments, item: Item) -> None:
+    def __init__(self, config: RowsConfig, arguments: RowsGradientArguments, item: Item) -> None:
         a = arguments
         dk, _ = a.made
         self.config, self.arguments, self.item = config, a, item
