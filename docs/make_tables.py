@@ -151,14 +151,14 @@ def breakeven() -> str:
     rows = _rows("nvidia_h200_breakeven.jsonl.gz")
     if not rows:
         return "No rows in benchmarks/results/nvidia_h200_breakeven.jsonl.gz.\n"
-    return f"![Break-even](figures/breakeven.png)\n\n{breakeven_table(rows)}"
+    return f"![Break-even](figures/breakeven.webp)\n\n{breakeven_table(rows)}"
 
 
 def ladder() -> str:
     rows = _rows("nvidia_h200_ladder.jsonl.gz")
     if not rows:
         return "No rows in benchmarks/results/nvidia_h200_ladder.jsonl.gz.\n"
-    return f"![Ladder](figures/ladder.png)\n\n{ladder_table(rows)}"
+    return f"![Ladder](figures/ladder.webp)\n\n{ladder_table(rows)}"
 
 
 def _models(row: str) -> list[dict]:

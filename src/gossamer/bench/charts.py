@@ -8,6 +8,7 @@ from typing import Any
 
 from gossamer.bench.results import Record
 from gossamer.bench.summary import DENSE_OF, KINDS, ladder_points, point, series
+from gossamer.testing.sweeps import DENSITIES
 
 COLOURS = ("#1b6ca8", "#2a9d5c", "#e08a1e", "#b23a48")
 RUNGS = {
@@ -36,12 +37,14 @@ def _breakeven(rows: list[Record]) -> Any:
     from matplotlib import pyplot as plt
 
     curves = [kind for kind in KINDS if kind != "tree"]  # which is one size
-    figure, axes = plt.subplots(2, len(curves), figsize=(15, 7.4), layout="constrained", sharey="row")
+    figure, axes = plt.subplots(2, len(curves), figsize=(13, 6.2), layout="constrained", sharey="row")
     for column, kind in enumerate(curves):
         for row, (measured, unit) in enumerate((("device_ms", "device time"), ("call_ms", "host time of a call"))):
             axis = axes[row, column]
-            densities = sorted({d for k, _, d in map(point, rows) if k == kind}, reverse=True)
-            for density, colour in zip(densities, COLOURS, strict=False):
+            found = {d for k, _, d in map(point, rows) if k == kind}
+            for density, colour in zip(DENSITIES, COLOURS, strict=True):
+                if density not in found:
+                    continue
                 mine = series(rows, measured, "gossamer", kind, density)
                 axis.plot(*_xy(mine), color=colour, marker="o", ms=3, label=f"gossamer, {100 * density:g} %")
                 if kind == "csr":
