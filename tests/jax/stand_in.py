@@ -237,6 +237,7 @@ def forward_of(c: Any, q: Array, k: Array, v: Array, out: Array, lse: Array, wor
             _write(out, at.batch, at.head, at.tile, c.block_q, o)
             _write(lse, at.batch, at.head, at.tile, c.block_q, total)
         else:
+            part_out[at.slot] = 0.0  # its memory may hold what no conversion takes
             part_out[at.slot, :, : o.shape[1]], part_lse[at.slot] = o, total
 
 

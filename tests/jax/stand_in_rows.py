@@ -113,4 +113,5 @@ def forward(c: Any, q: Array, k: Array, v: Array, out: Array, lse: Array, items:
         if item.slot < 0:
             out[b, h, item.row], lse[b, h, item.row] = o, of_row
         else:
+            part_out[item.slot] = 0.0  # its memory may hold what no conversion takes
             part_out[item.slot, 0, : len(o)], part_lse[item.slot, 0] = o, of_row
