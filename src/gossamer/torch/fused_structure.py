@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.packages import has_triton
-from gossamer.layouts.device.arrays import BlockLists, IntervalLists, KeyUnions
+from gossamer.layouts.device.arrays import BlockLists, IntervalLists, KeyRows, KeyUnions
 from gossamer.patterns.reach import Bounds
 from gossamer.torch.key import recorded
 
@@ -23,6 +23,10 @@ library.define(
 library.define(
     "key_unions(Tensor indices, Tensor? counts, Tensor? lo, Tensor? hi, SymInt Q, SymInt K, int block, SymInt room) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "key_rows(Tensor indices, Tensor? counts, Tensor? lo, Tensor? hi, SymInt Q, SymInt K, bool transpose) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "interval_lists(Tensor lo, Tensor hi, SymInt K, int block_q, int block_kv, bool transpose) -> "
@@ -67,6 +71,21 @@ def _fake_key_unions(
     entries = Bl * Hl * T * room
     shapes = ((Bl, Hl, T), (Bl, Hl, T), (entries,), (entries // 32, block))
     return tuple(indices.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _key_rows(*arguments: Any) -> tuple[Tensor, ...]:
+    from gossamer.kernels.structure.key_rows import key_rows
+
+    return key_rows(*arguments)
+
+
+def _fake_key_rows(
+    indices: Tensor, counts: Tensor | None, lo: Tensor | None, hi: Tensor | None, Q: int, K: int, transpose: bool
+) -> tuple[Tensor, ...]:
+    Bl, Hl, _, n = indices.shape
+    entries, keys = Bl * Hl * Q * n, K if transpose else 0
+    shapes = [(Bl, Hl, Q)] * 2, [(entries,)], [(Bl, Hl, keys)] * 2, [(entries if transpose else 0,)]
+    return tuple(indices.new_empty(shape, dtype=torch.int32) for kind in shapes for shape in kind)
 
 
 def _interval_lists(*arguments: Any) -> tuple[Tensor, ...]:
@@ -119,6 +138,8 @@ library.impl("row_bounds", _row_bounds, "CUDA")
 torch.library.register_fake("gossamer::row_bounds", _fake_row_bounds, lib=library)
 library.impl("key_unions", _key_unions, "CUDA")
 torch.library.register_fake("gossamer::key_unions", _fake_key_unions, lib=library)
+library.impl("key_rows", _key_rows, "CUDA")
+torch.library.register_fake("gossamer::key_rows", _fake_key_rows, lib=library)
 library.impl("interval_lists", _interval_lists, "CUDA")
 torch.library.register_fake("gossamer::interval_lists", _fake_interval_lists, lib=library)
 library.impl("turned_intervals", _turned_intervals, "CUDA")
@@ -144,6 +165,9 @@ class _Kernels:
 
     def key_unions(self, *arguments: Any) -> KeyUnions:
         return KeyUnions(*_run(_key_unions, torch.ops.gossamer.key_unions.default, *arguments))
+
+    def key_rows(self, *arguments: Any) -> KeyRows:
+        return KeyRows(*_run(_key_rows, torch.ops.gossamer.key_rows.default, *arguments))
 
     def interval_lists(self, *arguments: Any) -> IntervalLists:
         return IntervalLists(*_run(_interval_lists, torch.ops.gossamer.interval_lists.default, *arguments))

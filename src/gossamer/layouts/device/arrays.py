@@ -49,6 +49,17 @@ class KeyUnions(NamedTuple):
     bits: Array  # (Bl * Hl * T * room / 32, block): bit c of word [w, r] says that query r keeps key listed[32 w + c]
 
 
+class KeyRows(NamedTuple):
+    """The keys that each query lists, and of each key the queries that list it."""
+
+    starts: Array  # (Bl, Hl, Q): every list has the same room
+    counts: Array
+    listed: Array  # (Bl * Hl * Q * n,): ascending, -1 behind
+    column_starts: Array  # (Bl, Hl, K): the lists of all keys follow one another
+    column_counts: Array
+    queries: Array  # as many as `listed`, ascending in each list; what no list refers to is undefined
+
+
 class Fused(Protocol):
     """Builders as operations of their own, where a framework has kernels for them: the same arrays in fewer launches.
 
@@ -74,6 +85,15 @@ class Fused(Protocol):
 
         Args:
             room: of a list, a multiple of 32 that holds every one.
+        """
+
+    def key_rows(
+        self, indices: Array, counts: Array | None, lo: Array | None, hi: Array | None, Q: int, K: int, transpose: bool
+    ) -> KeyRows:
+        """The lists of single queries of `key_list_layout`, whose arguments these are; arrays may have any strides.
+
+        Args:
+            transpose: else all that is said of keys is empty.
         """
 
     def interval_lists(

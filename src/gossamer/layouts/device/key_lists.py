@@ -20,6 +20,7 @@ from gossamer.layouts.device.walks import (
 from gossamer.layouts.gather import TILE, WIDTHS, GatherLayout, GatherWalk, queries_of
 from gossamer.patterns.grid import WORD
 
+MOST_SORTED = 2048  # entries of a list that a kernel sorts
 SPARSEST = 64  # keys for each entry of a group, up to which its union is marked in bits
 
 
@@ -55,6 +56,12 @@ def key_list_layout(
         room = _room(block_q, heads, max(n, 1), K)
         made = kernels.key_unions(indices, counts, lo, hi, Q, K, block_q, room)
         return GatherLayout(GatherWalk(Q, K, block_q, *made, heads), _transpose=[], apart=True)
+    if kernels is not None and block_q == heads == 1 and n <= MOST_SORTED:
+        own, none = kernels.key_rows(indices, counts, lo, hi, Q, K, transpose), xp.full((0, 1), 0, indices)
+        columns = [GatherWalk(K, Q, 1, own.column_starts, own.column_counts, own.queries, none)] if transpose else []
+        return GatherLayout(
+            GatherWalk(Q, K, 1, own.starts, own.counts, own.listed, none), _transpose=columns, apart=True
+        )
     keys = _ascending(indices, counts, Bounds(lo, hi) if lo is not None and hi is not None else None, K, xp)
     rows = _rows(keys, K, xp) if block_q == heads == 1 else _unions(keys, K, block_q, heads, xp)
     return GatherLayout(rows, _transpose=[_columns(keys, K, xp)] if transpose else [], apart=True)

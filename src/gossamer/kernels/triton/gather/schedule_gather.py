@@ -13,6 +13,7 @@ from torch import Tensor
 from gossamer.kernels.launch import BYTES
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
+from gossamer.kernels.triton.gather.device_items import device_items, longest_of
 from gossamer.kernels.triton.gather.parameters import RowLists, TileLists
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
@@ -39,6 +40,8 @@ class Work:
 
         Of a layout of the host by way of that: what is copied from there is complete for every stream.
         """
+        if self.items.is_cuda and not self.known:
+            return longest_of(self.items, each)
         items, groups = self.items.cpu() if self.known else self.items, -(-len(self.items) // each)
         length, slot = items.new_zeros(groups * each), items.new_full((groups * each,), -1)
         length[: len(items)] = items[:, END] - items[:, BEGIN]
@@ -66,10 +69,13 @@ def work_of(p: Problem, layout: GatherLayout, transposed: bool, heads: int, copi
         limit = item_limit(groups, copies, steps, walk.width, p.processors)
     most = limit
 
+    on_gpu = walk.indices.is_cuda
+
     def make() -> Work:
         if layout.host is None:
             assert layout.apart, "lists that share entries may hold more than there is room for"
-            return _work_by_capacity(walk.for_heads(heads), most, steps)
+            lists = walk.for_heads(heads)
+            return Work(*device_items(lists, most, steps // most)) if on_gpu else _work_by_capacity(lists, most, steps)
         source = layout.host.columns if transposed else layout.host.rows
         return _make_work(source.for_heads(heads), most, walk.indices.device)
 

@@ -1,0 +1,52 @@
+"""The lists of keys of each query in order, and their transpose, in one launch each and a sort between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.relaunch import launch
+from gossamer.kernels.structure.key_kernels import columns_kernel, rows_kernel
+
+LEAST_ENTRIES = 16  # of a list, as a program sorts it
+ENTRIES = 1024  # that a program sorts, of one list or of several
+KEYS = 256  # of a program that searches for them
+
+
+def key_rows(
+    indices: Tensor, counts: Tensor | None, lo: Tensor | None, hi: Tensor | None, Q: int, K: int, transpose: bool
+) -> tuple[Tensor, ...]:
+    """See `layouts.device.arrays.Fused`."""
+    Bl, Hl, _, n = indices.shape
+    heads = Bl * Hl
+    lists, N = heads * Q, max(LEAST_ENTRIES, 1 << (n - 1).bit_length())
+    new: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
+    starts, listed_counts = (torch.empty((Bl, Hl, Q), **new) for _ in range(2))
+    listed = torch.empty(lists * n, **new)
+    codes = torch.empty(lists * n if transpose else 0, **new)
+    count_strides = (0, 0, 0) if counts is None else counts.stride()
+    bound_strides: tuple[int, ...] = (0, 0, 0)
+    if lo is not None and hi is not None:
+        lo, hi = lo.contiguous(), hi.contiguous()
+        bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
+    several = max(1, ENTRIES // N)
+    read = (starts if x is None else x for x in (counts, lo, hi))  # a pointer that is not read still needs an array
+    launch(
+        rows_kernel, (-(-lists // several),), indices, *read, starts, listed_counts, listed,
+        codes if transpose else listed, lists, Q, n, K, Hl, heads * K, *indices.stride(), *count_strides,
+        *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None, CODED=transpose, LISTS=several, N=N,
+        num_warps=min(8, max(4, N // 256)),
+    )  # fmt: skip
+    shape, entries = (Bl, Hl, K) if transpose else (Bl, Hl, 0), len(codes)
+    column_starts, column_counts = (torch.empty(shape, **new) for _ in range(2))
+    queries = torch.empty_like(codes)
+    if transpose:
+        ordered, places = torch.sort(codes, stable=True)
+        programs = -(-heads * K // KEYS)
+        launch(
+            columns_kernel, (programs - (-entries // KEYS),), ordered, places, column_starts, column_counts, queries,
+            heads * K, entries, programs, n, Q, entries.bit_length(), BLOCK=KEYS, num_warps=4,
+        )  # fmt: skip
+    return starts, listed_counts, listed, column_starts, column_counts, queries
