@@ -22,6 +22,7 @@ from gossamer.blocks import SelectedBlocks
 from gossamer.blocks import api as blocks
 from gossamer.blocks import lists as block_lists
 from gossamer.blocks import operator as block_operator
+from gossamer.memo import Memo
 from tests.blocks.test_topk_blocks import case
 from tests.support.host_reads import nothing_waits
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
@@ -40,6 +41,8 @@ def by_operations(q: Tensor, k: Tensor, **options: Any) -> SelectedBlocks:
     """The definition, whatever the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "choose", block_lists.by_operations)
+        patch.setattr(blocks, "takes", lambda *_: False)
+        patch.setattr(blocks, "known", Memo())
         return gs.topk_blocks(q, k, **options)
 
 
@@ -53,6 +56,7 @@ def by_kernels(q: Tensor, k: Tensor, **options: Any) -> SelectedBlocks:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "choose", choose)
+        patch.setattr(blocks, "known", Memo())
         return gs.topk_blocks(q, k, **options)
 
 
@@ -67,6 +71,28 @@ def check(q: Tensor, k: Tensor, options: dict[str, Any], exact: bool) -> None:
     sets = [x.indices.sort(-1).values for x in (found, wanted)]
     same = (sets[0] == sets[1]).all(-1)
     assert same.float().mean() > 0.9 or int((~same).sum()) <= 1
+
+
+@interprets
+@pytest.mark.parametrize("layout", ["bhnd", "bshd"])
+@pytest.mark.parametrize("score", ["mean", "bound"])
+def test_repeated_calls_choose_by_other_numbers(score: Any, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a key is written down, and the next ones run that alone."""
+    monkeypatch.setattr(blocks, "takes", lambda *_: True)
+    monkeypatch.setattr(blocks, "known", Memo())
+    ran: list[Any] = []
+    choose = launch.choose_blocks
+    monkeypatch.setattr(launch, "choose_blocks", lambda *given: (ran.append(given), choose(*given))[1])
+    shape = (1, 2, 150, 16) if layout == "bhnd" else (1, 150, 2, 16)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        q, k = (torch.randn(shape) for _ in range(2))
+        for given in ((q, k), (q, q)):  # one tensor is a key of its own
+            options = {"causal": True, "topk": 2, "local": 1, "first": 0, "score": score, "layout": layout}
+            found, wanted = gs.topk_blocks(*given, **options), by_operations(*given, **options)
+            assert torch.equal(found.indices, wanted.indices)
+            torch.testing.assert_close(found.covered, wanted.covered, atol=1e-5, rtol=0)
+    assert len(ran) == 2
 
 
 @interprets
@@ -191,6 +217,7 @@ def test_in_interpreter(part: int) -> None:
 
 
 OTHERS = [
+    "test_repeated_calls_choose_by_other_numbers[mean-bshd]",
     "test_head_sizes_and_groups",
     "test_numbers_that_are_not_finite",
     "test_what_is_always_kept_is_before_what_is_not_finite",

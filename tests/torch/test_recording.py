@@ -18,7 +18,7 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.kernels.launch import Launched, observer
 from gossamer.torch.arguments import AttentionOptions
-from gossamer.torch.recording import Recorded, record
+from gossamer.torch.recording import Recorded, Repeats, record
 from gossamer.torch.request import request_of
 from tests.support.modes import Seen
 
@@ -87,6 +87,20 @@ def test_what_reads_numbers_is_not_repeated(name: str) -> None:
     assert found.again is None
     assert torch.equal(found.made[0], READS[name](x))
     assert recorded(lambda x: x + 1, x).again is not None
+
+
+def test_repeats_make_once_what_can_be_recorded_and_each_time_what_cannot() -> None:
+    ran: list[str] = []
+
+    def by(name: str, function: Make, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: (ran.append(name), (function(x),))[1]
+
+    sums, reads = Repeats(), Repeats()
+    for at in range(3):
+        x = torch.tensor([3, 1, at])
+        assert torch.equal(*sums(by("sums", lambda x: x.cumsum(0), x), [x]), x.cumsum(0))
+        assert torch.equal(*reads(by("reads", READS["item"], x), [x]), x + 3)
+    assert ran == ["sums", "reads", "reads", "reads"]
 
 
 def test_numbers_of_constants_are_the_same_every_time_but_are_not_looked_into() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from gossamer.blocks.operator import choose
+from gossamer.blocks.lists import Taken
+from gossamer.blocks.operator import by_kernels, choose, takes
 from gossamer.blocks.scores import row_bounds
 from gossamer.memo import Memo
 from gossamer.patterns.reach import Reach, rule
@@ -25,7 +27,8 @@ from gossamer.torch.arguments import (
     validate,
     whole,
 )
-from gossamer.torch.key import SIMPLE, Key, alignment, facts, plain
+from gossamer.torch.key import SIMPLE, Key, facts, places, plain
+from gossamer.torch.recording import Repeats
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import BlockIndices
 from gossamer.torch.structure.chosen import BLOCKS
@@ -216,7 +219,7 @@ def topk_blocks(
     if call is None:
         call = _call(q, k, *options)
         if key is not None:
-            call = known.put(key, call)
+            call = known.put(key, call.keep(q, k))
     return call(q, k)
 
 
@@ -225,7 +228,7 @@ def _key(q: Tensor, k: Tensor, options: tuple[Any, ...]) -> Key | None:
     types, of_tensors = tuple(map(type, options)), facts(q, k)
     if of_tensors is None or None in of_tensors or not SIMPLE.issuperset(types):
         return None
-    return *of_tensors, alignment(q, k), *options, *types
+    return *of_tensors, places(q, k), *options, *types
 
 
 class BlocksCall:
@@ -234,6 +237,16 @@ class BlocksCall:
     def __init__(self, options: tuple[Any, ...], choice: Choice, bshd: bool) -> None:
         """A call with the `options` of `by_operations`, and a choice without q and k."""
         self.options, self.choice, self.bshd = options, choice, bshd
+        self._kernels: Repeats | None = None  # of a call that comes again
+
+    def keep(self, q: Tensor, k: Tensor) -> Self:
+        """Itself, which calls like this one find by their key."""
+        if self.bshd or self.choice.dims != 4:
+            q, k, _ = four_dimensional(q, k, k, self.bshd)
+        block, n, *_ = self.options
+        if 0 not in q.shape and 0 not in k.shape and takes(q, -(-k.shape[2] // block), n):
+            self._kernels = Repeats()
+        return self
 
     def __call__(self, q: Tensor, k: Tensor) -> SelectedBlocks:
         """The chosen blocks, a constant."""
@@ -242,7 +255,10 @@ class BlocksCall:
             q, k, _ = four_dimensional(q, k, k, self.bshd)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             q, k = (x.to(self.choice.cast or x.dtype) for x in (q, k))
-            chosen = choose(q, k, *self.options)
+            if self._kernels is None:
+                chosen = choose(q, k, *self.options)
+            else:
+                chosen = Taken(*self._kernels(partial(by_kernels, q, k, *self.options), (q, k)))
         return SelectedBlocks(*chosen, self.choice._replace(q=q, k=k))
 
 

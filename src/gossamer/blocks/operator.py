@@ -53,12 +53,16 @@ def _able(index: int | None) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY
 
 
-def _choose_blocks(q: Tensor, k: Tensor, block: int, n: int, *options: Any) -> tuple[Tensor, Tensor]:
-    if not takes(q, -(-k.shape[2] // block), n):
-        return by_operations(q, k, block, n, *options)
+def by_kernels(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """What `choose` gives where kernels take the call."""
     with torch.cuda.device_of(q):
-        lists: tuple[Tensor, Tensor] = _launch().choose_blocks(q, k, block, n, *options)
+        lists: tuple[Tensor, Tensor] = _launch().choose_blocks(q, k, *options)
     return lists
+
+
+def _choose_blocks(q: Tensor, k: Tensor, block: int, n: int, *options: Any) -> tuple[Tensor, Tensor]:
+    choose_here = by_kernels if takes(q, -(-k.shape[2] // block), n) else by_operations
+    return choose_here(q, k, block, n, *options)
 
 
 def _fake_choose_blocks(

@@ -5,12 +5,10 @@ A repeated call that is plain and eager is one look-up and one autograd function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.memo import Memo
@@ -21,8 +19,7 @@ from gossamer.sparse_k.launch.problem import Operands, Options, SparseKGradients
 from gossamer.sparse_k.selection import DIRECT, SelectedKeys, Selection
 from gossamer.torch.arguments import four_dimensional, unbatched
 from gossamer.torch.key import SIMPLE, Key, facts, places, plain
-from gossamer.torch.memory import hold_for_graphs
-from gossamer.torch.recording import Recorded, Remade, record
+from gossamer.torch.recording import Repeats
 
 RECORDED = ("hopper", "triton")  # implementations whose calls are written down once: nothing but launches of kernels
 MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
@@ -56,8 +53,7 @@ class Call:
         self.differentiable = _differentiable((q, k, v, u))
         self.records = self.by.name in RECORDED and 0 not in q.shape
         self.run = self.recorded_forward if self.records else self.forward
-        self._again: Remade | None = None
-        self._backwards: Memo[Remade] = Memo(MOST_BACKWARDS)
+        self._forward, self._backwards = Repeats(), Memo[Repeats](MOST_BACKWARDS)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse), with as many dimensions as q has."""
@@ -77,18 +73,12 @@ class Call:
 
     def recorded_forward(self, *x: Tensor) -> tuple[Tensor, Tensor, SelectedKeys]:
         """`forward` of q, k, v and u, which is written down once."""
-        first, *_ = x
-        if first.is_cuda and is_current_stream_capturing():
-            hold_for_graphs(self)
-        if self._again is not None:
-            out, lse, *kept = self._again(*x)
-            return out, lse, SelectedKeys(*kept)
 
         def make() -> tuple[Any, ...]:
             out, lse, kept = self.forward(*x)
             return out, lse, *kept
 
-        (out, lse, *kept), self._again = self._recorded(make, x)
+        out, lse, *kept = self._forward(make, x)
         return out, lse, SelectedKeys(*kept)
 
     def gradients(
@@ -112,23 +102,7 @@ class Call:
             given = [t for t in (dout, dlse, out, lse, *x, *kept) if t is not None]
             # Hooks on saved tensors may return them with other strides than in the forward.
             key = dlse is None, places(*given), *[t.stride() for t in given]
-            run = self._backwards.get(key)
-            if run is not None:
-                if q.is_cuda and is_current_stream_capturing():
-                    hold_for_graphs(run)
-                return run(*given)
-            made, run = self._recorded(make, given)
-            if run is not None:
-                self._backwards.put(key, run)
-            return made
-
-    def _recorded(self, make: Callable[[], Sequence[Any]], given: Sequence[Tensor]) -> Recorded:
-        """What a direction makes, written down; not in a captured graph, whose memory that would be."""
-        first, *_ = given
-        found = record(make, given, first.device)
-        if found.again is None and not (first.is_cuda and is_current_stream_capturing()):
-            self.records, self.run = False, self.forward
-        return found
+            return (self._backwards.get(key) or self._backwards.put(key, Repeats()))(make, given)
 
     def _of_scores(self, u: Tensor, kept: SelectedKeys, g: SparseKGradients) -> Tensor:
         """du of gates, and of thresholds where these have a gradient."""

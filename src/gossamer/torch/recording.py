@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gossamer.kernels.launch import Launched, launching
 from gossamer.torch.bind import written
 from gossamer.torch.key import unseen
-from gossamer.torch.memory import outlasting, template
+from gossamer.torch.memory import hold_for_graphs, outlasting, template
 
 Remade = Callable[..., tuple[Tensor, ...]]
 
@@ -71,6 +71,28 @@ def record(make: Callable[[], Sequence[Any]], given: Sequence[Tensor], device: t
         made = tuple(make())
     tensors = tuple(x for x in made if isinstance(x, Tensor))
     return Recorded(made, None if seen.read else _function(seen.steps, given, tensors, device))
+
+
+class Repeats:
+    """Makes something of tensors that are alike from call to call: it is recorded once, outside of captured graphs."""
+
+    def __init__(self) -> None:
+        self._again: Remade | None = None
+        self._refused = False
+
+    def __call__(self, make: Callable[[], Sequence[Any]], given: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What `make` gives, a function of the tensors `given`."""
+        first, *_ = given
+        capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._again is not None:
+            if capturing:
+                hold_for_graphs(self._again)
+            return self._again(*given)
+        if self._refused:
+            return tuple(make())
+        made, self._again = record(make, given, first.device)
+        self._refused = self._again is None and not capturing
+        return made
 
 
 class _Operations(TorchDispatchMode):
