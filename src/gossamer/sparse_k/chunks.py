@@ -1,12 +1,16 @@
-"""SparseK attention by operations of torch, on any device: chunks of queries over their window and a list of live keys.
+"""SparseK attention by operations of torch, on any device: chunks of queries over the keys near them and those that live.
 
-Memory is that of a chunk: queries times (window + live keys). The list of a chunk is made from that of the chunk before
-it and the keys that have left the window since, so that all lists together take time linear in N.
+The columns of a chunk are a run of keys, those of its windows, and a list of the keys before these that live at its
+first query; where the run from the first key on is hardly longer, it takes the list's place. Memory is that of a chunk.
+The list of a chunk is made from that of the chunk before it and the keys that have left the window since, so that all
+lists together take time linear in N.
+
+On a CPU an operation that reads a mask takes twenty times as long as arithmetic: which pairs are attended is a term of
+the scores, and gates and their gradients are clamps.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,55 +22,64 @@ from gossamer.sparse_k.launch.problem import Memory, Operands, Options, SparseKG
 
 QUERIES = 256  # of a chunk at most
 FEW = 64  # and where few keys are attended: a chunk has its own keys, and those that live at one of its queries alone
-LOG2E = math.log2(math.e)
 MOST = 2**24  # scores that are held at once, or those of one unit
+MOST_IN_CACHE = 2**19  # likewise on a CPU
+HARDLY_LONGER = 2  # a run of so many times the columns is taken without a list: gathers and sums by key are saved
+
+
+class Columns(NamedTuple):
+    """The keys of a chunk: a run of all units, then a list of each."""
+
+    run: slice
+    listed: Tensor | None  # (units, n) int64, none of them in the run; -1: no key
+
+    def of(self, x: Tensor) -> Tensor:
+        """The entries (units, columns, ...) of x (units, N, ...)."""
+        if self.listed is None:
+            return x[:, self.run]
+        return torch.cat([x[:, self.run], x.gather(1, self._index(x))], 1)
+
+    def add(self, x: Tensor, to: Tensor) -> None:
+        """Add x (units, columns, ...) to the entries of `to` (units, N, ...)."""
+        run = self.run.stop - self.run.start
+        to[:, self.run] += x[:, :run]
+        if self.listed is not None:
+            to.scatter_add_(1, self._index(to), x[:, run:])
+
+    def _index(self, x: Tensor) -> Tensor:
+        assert self.listed is not None
+        keys = self.listed.clamp(min=0)
+        return keys if x.ndim == 2 else keys[..., None].expand(-1, -1, x.shape[2])
 
 
 class Chunk(NamedTuple):
-    """Some queries of some units, a unit being a batch element and a head of u.
-
-    The keys of the window are in the first columns of scores, one slice of all keys, those that live in the last ones.
-    """
+    """Some queries of some units, a unit being a batch element and a head of u: m rows, n columns."""
 
     units: slice
     rows: slice
-    near: slice
-    live: Tensor  # (units, n) int64
-    far: Tensor  # (m, keys of the window) bool: those that are not attended
-    dropped: Tensor  # (units, 1, m, n) bool: likewise of those that live
-    gated: Tensor | None  # (units, 1, m, n) bool: those whose gate is inside (0, 1) and has a gradient, attended or not
-    m: Tensor  # (units, 1, m, n): the gates; those of keys that are not listed are 1
-
-    def listed(self, x: Tensor) -> Tensor:
-        """The columns of the keys that live, of scores (units, R, m, keys)."""
-        return x[..., self.near.stop - self.near.start :]
+    columns: Columns
+    dropped: Tensor  # (units, m, n): 0 where a pair is attended, else so low that it has no weight
+    ungated: Tensor | None  # likewise of the pairs whose gates have a gradient, where these are others
+    gates: Tensor | None  # (units, m, n) in the type of u: those of the window are 1
+    m: Tensor | None  # the same in the type of the scores
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     """out (B, H, N, E) in q's type, and lse (B, H, N) in the type of the scores."""
     (B, H, N, _), E = x.q.shape, x.v.shape[3]
-    q, k, v = _units(x)
+    q, k, v = _units(x, o)
     out, lse = q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
-    for c in _chunks(x, o, gradients=False):
-        s = _masked(_scores(q, k, c, o), c, o)
-        if s.dtype == torch.float64:  # as it is defined: what is computed in float64 is compared with that
-            row_lse, total = s.logsumexp(-1, keepdim=True), None
-            p = _exp(s.sub_(row_lse))
-        else:
-            largest = s.amax(-1, keepdim=True)
-            largest.masked_fill_(largest.abs() == torch.inf, 0)
-            p = _exp(s.sub_(largest))
-            total = p.sum(-1, keepdim=True)
-            row_lse = largest + total.log()
-        lse[c.units, :, c.rows] = row_lse.squeeze(-1)
-        part = _product(_valued(p, c, o), _columns(v, c))
-        out[c.units, :, c.rows] = part if total is None else part.div_(total)
+    for c in _chunks(x, o, with_gates=o.gate is not None):
+        s, _ = _scores(q, k, c, o)
+        p = s.softmax(-1)
+        lse[c.units, :, c.rows] = _by_head(s.amax(-1) - p.amax(-1).log(), q)
+        out[c.units, :, c.rows] = _by_head(torch.bmm(_valued(p, c, o), c.columns.of(v[c.units])), q)
     return out.view(B, H, N, E).to(x.q.dtype), lse.view(B, H, N)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> SparseKGradients:
     """The gradients, each in the type of its operand."""
-    q, k, v = _units(x)
+    q, k, v = _units(x, o)
     units, R, N, _ = q.shape
     dout = dout.to(q.dtype).reshape(units, R, N, -1)
     delta = (dout * out.to(q.dtype).view(dout.shape)).sum(-1)
@@ -75,37 +88,34 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     lse = lse.view(delta.shape)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     du, dtau = (x.u.new_zeros(units, N) for _ in range(2))
-    with_gates = o.gate is not None or o.straight
-    for c in _chunks(x, o, with_gates):
-        s, rows, keys = _scores(q, k, c, o), q[c.units, :, c.rows], _columns(k, c)
-        row_lse, row_delta = lse[c.units, :, c.rows, None], delta[c.units, :, c.rows, None]
-        douts = dout[c.units, :, c.rows]
-        # What the gradient of gates reads, of which p and ds take the place.
-        plain = c.listed(s).clone() if o.gate in ("kv", "logit") or o.straight else None
-        p = _exp(_masked(s, c, o).sub_(row_lse))
-        dp = _product(douts, _columns(v, c).mT)
-        of_gates = None if c.gated is None else c.listed(dp).clone()
-        if o.gate in ("v", "kv"):
-            c.listed(dp).mul_(c.m)
-        ds = dp.sub_(row_delta).mul_(p)
-        if of_gates is not None and c.gated is not None:
-            weight = c.listed(p)
-            if plain is not None and (o.straight or o.gate == "logit"):
-                weight = _exp(plain - row_lse)
-            dm = of_gates.sub_(row_delta).mul_(weight) if o.gate == "logit" else of_gates.mul_(weight)
-            if plain is not None and o.gate == "kv":
-                dm.add_(plain.mul_(c.listed(ds)))
-            dm = dm.masked_fill_(~c.gated, 0).to(du.dtype).sum(1)
-            du[c.units].scatter_add_(1, c.live, dm.sum(1))
+    for c in _chunks(x, o, with_gates=o.gate is not None or o.straight):
+        rows, douts = _rows(q, c), _rows(dout, c)
+        s, plain = _scores(q, k, c, o)
+        p = s.softmax(-1)
+        dp = torch.bmm(douts, c.columns.of(v[c.units]).mT)
+        dm = None
+        if plain is not None and c.ungated is not None:
+            _of_heads(plain, R).add_(c.ungated[:, None])
+            dm = plain.sub_(_rows(lse[..., None], c)).exp_().mul_(dp)
+        elif o.gate in ("v", "kv"):
+            dm = dp * p
+        ds = _gated(dp, c, o, ("v", "kv")).sub_(_rows(delta[..., None], c)).mul_(p)
+        if c.m is not None and o.gate == "logit":
+            dm = (_of_heads(ds, R) / c.m.clamp(min=torch.finfo(c.m.dtype).tiny)[:, None]).view(ds.shape)
+        elif dm is not None and plain is not None and o.gate == "kv":
+            dm.addcmul_(plain, ds)
+        if dm is not None and c.gates is not None:
+            # Inside (0, 1), and 0 elsewhere, whatever is there.
+            dm = torch.ops.aten.hardtanh_backward(_of_heads(dm, R).sum(1).to(du.dtype), c.gates, 0.0, 1.0)
+            c.columns.add(dm.sum(1), du[c.units])
             dtau[c.units, c.rows] = -dm.sum(2)
-        if o.gate == "kv":
-            c.listed(ds).mul_(c.m)
-        ds.mul_(o.scale)
-        dq[c.units, :, c.rows] = _product(ds, keys)
-        _add_rows(dk[c.units], c, _sums(ds, rows))
-        _add_rows(dv[c.units], c, _sums(_valued(p, c, o), douts))
+        ds = _gated(ds, c, o, ("kv",))
+        dq[c.units, :, c.rows] = _by_head(torch.bmm(ds, c.columns.of(k[c.units])), q)
+        c.columns.add(torch.bmm(ds.mT, rows), dk[c.units])
+        c.columns.add(torch.bmm(_valued(p, c, o).mT, douts), dv[c.units])
     dk, dv = (_sum_units(of, t) for of, t in ((dk, x.k), (dv, x.v)))
-    return SparseKGradients(dq.view(x.q.shape).to(x.q.dtype), dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
+    dq = dq.mul_(o.scale).view(x.q.shape).to(x.q.dtype)
+    return SparseKGradients(dq, dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
 
 
 def queries_of(o: Options) -> int:
@@ -116,17 +126,21 @@ def queries_of(o: Options) -> int:
 def memory(x: Operands, o: Options) -> Memory:
     """The bytes of five times the scores of a chunk, and of its keys and values; supports have their expected size."""
     (B, H, N, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
-    queries = min(queries_of(o), N)
-    columns = max(1, min(N, min(o.window, N) * (1 if o.causal else 2) + o.live) + queries)
-    scores = min(MOST, B * H * queries * columns)
-    lists_bytes = size * (5 * scores + min(B * x.u.shape[1], 1 + MOST // columns) * columns * (D + E))
-    return Memory(lists_bytes, size * B * H * N * (D + E))
+    queries, U = min(queries_of(o), N), x.u.shape[1]
+    columns = min(N, HARDLY_LONGER * (min(o.window, N) * (1 if o.causal else 2) + queries + o.live))
+    of_unit = H // U * queries * columns
+    units = min(B * U, max(1, _most(x.q) // max(1, of_unit)))
+    return Memory(size * units * (5 * of_unit + columns * (D + E)), size * B * H * N * (D + E))
 
 
-def _units(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """q (units, R, N, D), k (units, N, D) and v (units, N, E) in the type of the scores."""
+def _most(x: Tensor) -> int:
+    return min(MOST, MOST_IN_CACHE) if x.device.type == "cpu" else MOST
+
+
+def _units(x: Operands, o: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """q (units, R, N, D) times the scale, k (units, N, D) and v (units, N, E) in the type of the scores."""
     U, G, wide = x.u.shape[1], x.k.shape[1], compute_dtype(x.q.dtype)
-    q = x.q.to(wide).unflatten(1, (U, -1)).flatten(0, 1)
+    q = (x.q.to(wide) * o.scale).unflatten(1, (U, -1)).flatten(0, 1)
     k, v = (t.to(wide).repeat_interleave(U // G, 1).flatten(0, 1) for t in (x.k, x.v))
     return q, k, v
 
@@ -137,58 +151,91 @@ def _sum_units(gradients: Tensor, like: Tensor) -> Tensor:
     return gradients.view(B, G, -1, *gradients.shape[1:]).sum(2).to(like.dtype)
 
 
-def _chunks(x: Operands, o: Options, gradients: bool) -> Iterator[Chunk]:
-    """Every chunk; with few units at a time where many scores would be held at once.
-
-    Args:
-        gradients: whether `gated` is wanted.
-    """
+def _chunks(x: Operands, o: Options, with_gates: bool) -> Iterator[Chunk]:
+    """Every chunk; with few units at a time where many scores would be held at once."""
     u, tau, last, last_gated = (t.flatten(0, 1) for t in (x.u, x.tau, x.last, x.last_gated))
+    u = u.nan_to_num()  # no gate is NaN beside a weight of 0
     wide = compute_dtype(x.q.dtype)
     (units, N), R = u.shape, x.q.shape[1] // x.u.shape[1]
-    for rows, live in _lists(last_gated, o):
-        near = slice(max(rows.start - o.window, 0), rows.stop if o.causal else min(rows.stop + o.window, N))
-        query = torch.arange(rows.start, rows.stop, device=u.device)[:, None]
-        key = torch.arange(near.start, near.stop, device=u.device)
-        far = (key < query - o.window) | (key > (query if o.causal else query + o.window))
-        step = max(1, MOST // (R * (rows.stop - rows.start) * (len(key) + live.shape[1])))
+    place = torch.arange(N, device=u.device)
+    # The queries [begin, end] attend a key: those of its window, and those that keep it.
+    begin, end = _queries(last, place, o)
+    gated = _queries(last_gated, place, o) if o.straight else None
+    for rows, columns in _columns(last_gated, place, o):
+        row = place[: rows.stop - rows.start].to(wide)[:, None]
+        n = columns.run.stop - columns.run.start + (0 if columns.listed is None else columns.listed.shape[1])
+        open_pairs = _window(place[columns.run] - rows.start, row, o) if with_gates else None
+        step = max(1, _most(x.q) // (R * len(row) * n))
         for unit in range(0, units, step):
             of = slice(unit, unit + step)
-            keys = live[of].clamp(min=0)
-            past = torch.where(live[of] < 0, N, keys)[:, None] < query - o.window
-            if not o.causal:
-                past = past | ((keys[:, None] > query + o.window) & (live[of] >= 0)[:, None])
-            kept = past & (query <= last[of].gather(1, keys)[:, None])
-            m = (u[of].gather(1, keys)[:, None] - tau[of, rows, None]).clamp_(0, 1)
-            gated = None
-            if gradients:  # before the rounding of scores of float64
-                gated = past & (query <= last_gated[of].gather(1, keys)[:, None]) if o.straight else kept
-                gated = (gated & (m > 0) & (m < 1))[:, None]
-            m = m.masked_fill_(~past, 1).to(wide)
-            yield Chunk(of, rows, near, keys, far, ~kept[:, None], gated, m[:, None])
+            here = columns if columns.listed is None else columns._replace(listed=columns.listed[of])
+            dropped = _dropped(begin[of], end[of], here, rows, row, o)
+            ungated = None if gated is None else _dropped(gated[0][of], gated[1][of], here, rows, row, o)
+            gates = m = None
+            if open_pairs is not None:
+                gates = (here.of(u[of])[:, None] - tau[of, rows, None]).clamp_(0, 1)
+                of_run = gates[..., : open_pairs.shape[1]]
+                torch.maximum(of_run, open_pairs.to(gates.dtype), out=of_run)
+                m = gates.to(wide)
+            yield Chunk(of, rows, here, dropped, ungated, gates, m)
 
 
-def _lists(last_gated: Tensor, o: Options) -> Iterator[tuple[slice, Tensor]]:
-    """(queries, keys (units, n)) of each chunk: the keys that live past their window, ascending, then -1."""
+def _queries(last: Tensor, place: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    """The first and the last query that attends each key, by its window or since it is kept until `last`."""
+    if o.causal:
+        return place.expand_as(last), torch.maximum(last, place + o.window)
+    kept, N = last >= 0, len(place)
+    return torch.where(kept, 0, place - o.window), torch.where(kept, N, place + o.window)
+
+
+def _window(keys: Tensor, row: Tensor, o: Options) -> Tensor:
+    """(m, n): 1 where a key is in the window of a row, or behind it, else 0."""
+    m = len(row)
+    inside = (keys + o.window).clamp(-1, m).to(row.dtype) - row
+    if not o.causal:
+        inside = torch.minimum(inside, row - (keys - o.window).clamp(-1, m).to(row.dtype))
+    return inside.add_(1).clamp_(0, 1)
+
+
+def _dropped(begin: Tensor, end: Tensor, columns: Columns, rows: slice, row: Tensor, o: Options) -> Tensor:
+    """(units, m, n): 0 where a row is in [begin, end] of a column, else the lowest number, or -inf."""
+    lowest, m = torch.finfo(row.dtype).min, len(row)
+    listed = None
+    if columns.listed is not None:
+        # In the run are all keys of the window, so that one in the list is kept by all rows, up to its end.
+        listed = torch.where(columns.listed < 0, -1, end.gather(1, columns.listed.clamp(min=0)))
+    of_run = end[:, columns.run]
+    ends = of_run if listed is None else torch.cat([of_run, listed], 1)
+    # Near 0, so that the differences are exact in any type.
+    after = row - (ends - rows.start).clamp_(-1, m).to(row.dtype)[:, None]
+    begins = (begin[:, columns.run] - rows.start).clamp(-1, m).to(row.dtype)[:, None]
+    first = max(rows.start - columns.run.start, 0) if o.causal else 0
+    late = after[..., first : of_run.shape[1]]
+    torch.maximum(late, begins[..., first:] - row, out=late)
+    return after.clamp_(min=0).mul_(lowest)
+
+
+def _columns(last_gated: Tensor, place: Tensor, o: Options) -> Iterator[tuple[slice, Columns]]:
+    """(queries, columns) of each chunk; lists hold the keys that live at its first query, ascending."""
     units, N = last_gated.shape
     queries = queries_of(o)
-    keys = torch.arange(N, device=last_gated.device)
+    most = o.live if o.certain else None
+    live, seen = place.new_empty(units, 0), 0
     if not o.causal:
-        live = _compact(keys.expand(units, -1), last_gated >= 0, o.live if o.certain else None)
-        for start in range(0, N, queries):
-            yield slice(start, min(start + queries, N)), live
-        return
-    # Keys that are never kept past their window are in no list.
-    last_gated = torch.where(last_gated > keys + o.window, last_gated, -1)
-    live, seen = keys.new_empty(units, 0), 0
-    most = o.live + queries if o.certain else None
+        live = _compact(place.expand(units, -1), last_gated >= 0, most)
     for start in range(0, N, queries):
-        end = min(start + queries, N)
-        out = max(end - o.window - 1, seen)
-        live = torch.cat([live, keys[seen:out].expand(units, -1)], 1)
-        there = (live >= 0) & (last_gated.gather(1, live.clamp(min=0)) >= start)
-        live, seen = _compact(live, there, most), out
-        yield slice(start, end), live
+        rows = slice(start, min(start + queries, N))
+        run = slice(max(start - o.window, 0), rows.stop if o.causal else min(rows.stop + o.window, N))
+        whole = rows.stop if o.causal else N
+        if whole <= HARDLY_LONGER * (run.stop - run.start + min(o.live, whole)):
+            yield rows, Columns(slice(0, whole), None)
+        elif o.causal:
+            live = torch.cat([live, place[seen : run.start].expand(units, -1)], 1)
+            live = _compact(live, (live >= 0) & (last_gated.gather(1, live.clamp(min=0)) >= start), most)
+            seen = run.start
+            yield rows, Columns(run, live)
+        else:
+            yield rows, Columns(run, torch.where((live >= run.start) & (live < run.stop), -1, live))
 
 
 def _compact(keys: Tensor, there: Tensor, most: int | None) -> Tensor:
@@ -199,52 +246,39 @@ def _compact(keys: Tensor, there: Tensor, most: int | None) -> Tensor:
     return compact[:, :size]
 
 
-def _columns(x: Tensor, c: Chunk) -> Tensor:
-    """Rows (units, n, size) of k or v."""
-    x = x[c.units]
-    return torch.cat([x[:, c.near], x.gather(1, c.live[..., None].expand(-1, -1, x.shape[2]))], 1)
+def _rows(x: Tensor, c: Chunk) -> Tensor:
+    """(units, R m, size) of x (units, R, N, size)."""
+    return x[c.units, :, c.rows].flatten(1, 2)
 
 
-def _add_rows(x: Tensor, c: Chunk, rows: Tensor) -> None:
-    near = c.near.stop - c.near.start
-    x[:, c.near] += rows[:, :near]
-    x.scatter_add_(1, c.live[..., None].expand(-1, -1, x.shape[2]), rows[:, near:])
+def _of_heads(x: Tensor, R: int) -> Tensor:
+    """(units, R, m, n) of (units, R m, n)."""
+    return x.unflatten(1, (R, -1))
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """(units, R, m, n) times (units, n, size)."""
-    return torch.bmm(x.flatten(1, 2), y).unflatten(1, x.shape[1:3])
+def _by_head(x: Tensor, q: Tensor) -> Tensor:
+    """(units, R, m, ...) of (units, R m, ...)."""
+    return x.unflatten(1, (q.shape[1], -1))
 
 
-def _sums(x: Tensor, y: Tensor) -> Tensor:
-    """(units, n, size): the sums over all rows of (units, R, m, n) times (units, R, m, size)."""
-    return torch.bmm(x.flatten(1, 2).mT, y.flatten(1, 2))
+def _scores(q: Tensor, k: Tensor, c: Chunk, o: Options) -> tuple[Tensor, Tensor | None]:
+    """s (units, R m, n) under its gates, with no weight where nothing is attended; and before both if that is read."""
+    R, rows, keys = q.shape[1], _rows(q, c), c.columns.of(k[c.units]).mT
+    if o.gate == "kv" or o.straight:
+        plain = torch.bmm(rows, keys)
+        s = plain.clone() if o.gate == "kv" else plain
+        return (_of_heads(_gated(s, c, o, ("kv",)), R) + c.dropped[:, None]).view(s.shape), plain
+    term = c.dropped if c.m is None or o.gate != "logit" else c.m.log().add_(c.dropped)
+    return (term if R == 1 else term.repeat(1, R, 1)).baddbmm_(rows, keys), None
 
 
-def _scores(q: Tensor, k: Tensor, c: Chunk, o: Options) -> Tensor:
-    """s (units, R, m, n) before any gate."""
-    return _product(q[c.units, :, c.rows] * o.scale, _columns(k, c).mT)
-
-
-def _masked(s: Tensor, c: Chunk, o: Options) -> Tensor:
-    """The scores under their gates, -inf where nothing is attended, in place."""
-    listed = c.listed(s)
-    if o.gate == "kv":
-        listed.mul_(c.m)
-    elif o.gate == "logit":
-        listed.add_(c.m.log())
-    listed.masked_fill_(c.dropped, -torch.inf)
-    s[..., : c.far.shape[1]].masked_fill_(c.far, -torch.inf)
-    return s
-
-
-def _exp(x: Tensor) -> Tensor:
-    """exp in place: in float32 torch's own takes twenty times as long where it underflows, as at every dropped pair."""
-    return x.exp_() if x.dtype == torch.float64 else x.mul_(LOG2E).exp2_()
+def _gated(x: Tensor, c: Chunk, o: Options, gates: tuple[str, ...]) -> Tensor:
+    """x (units, R m, n) times m, in place, under the gates that multiply it."""
+    if c.m is not None and o.gate in gates:
+        _of_heads(x, x.shape[1] // c.m.shape[1]).mul_(c.m[:, None])
+    return x
 
 
 def _valued(p: Tensor, c: Chunk, o: Options) -> Tensor:
     """The weights of values, in place: p, times the gates where these multiply values."""
-    if o.gate in ("v", "kv"):
-        c.listed(p).mul_(c.m)
-    return p
+    return _gated(p, c, o, ("v", "kv"))
