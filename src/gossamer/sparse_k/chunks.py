@@ -1,4 +1,4 @@
-"""SparseK attention by operations of torch, on any device: chunks of queries over the keys near them and those that live.
+"""SparseK attention by operations of torch, on any device: chunks of queries over keys near them and keys that live.
 
 The columns of a chunk are a run of keys, those of its windows, and a list of the keys before these that live at its
 first query; where the run from the first key on is hardly longer, it takes the list's place. Memory is that of a chunk.
@@ -68,12 +68,13 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     """out (B, H, N, E) in q's type, and lse (B, H, N) in the type of the scores."""
     (B, H, N, _), E = x.q.shape, x.v.shape[3]
     q, k, v = _units(x, o)
-    out, lse = q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
+    R, out, lse = q.shape[1], q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
     for c in _chunks(x, o, with_gates=o.gate is not None):
-        s, _ = _scores(q, k, c, o)
+        s, _ = _scores(_rows(q, c), c.columns.of(k[c.units]), c, o)
         p = s.softmax(-1)
-        lse[c.units, :, c.rows] = _by_head(s.amax(-1) - p.amax(-1).log(), q)
-        out[c.units, :, c.rows] = _by_head(torch.bmm(_valued(p, c, o), c.columns.of(v[c.units])), q)
+        lse[c.units, :, c.rows] = (s.amax(-1) - p.amax(-1).log()).unflatten(1, (R, -1))
+        weighted = torch.bmm(_gated(p, c, o, ("v", "kv")), c.columns.of(v[c.units]))
+        out[c.units, :, c.rows] = weighted.unflatten(1, (R, -1))
     return out.view(B, H, N, E).to(x.q.dtype), lse.view(B, H, N)
 
 
@@ -89,30 +90,30 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     du, dtau = (x.u.new_zeros(units, N) for _ in range(2))
     for c in _chunks(x, o, with_gates=o.gate is not None or o.straight):
-        rows, douts = _rows(q, c), _rows(dout, c)
-        s, plain = _scores(q, k, c, o)
+        rows, keys, douts = _rows(q, c), c.columns.of(k[c.units]), _rows(dout, c)
+        s, plain = _scores(rows, keys, c, o)
         p = s.softmax(-1)
         dp = torch.bmm(douts, c.columns.of(v[c.units]).mT)
         dm = None
         if plain is not None and c.ungated is not None:
-            _of_heads(plain, R).add_(c.ungated[:, None])
+            plain.unflatten(1, (R, -1)).add_(c.ungated[:, None])
             dm = plain.sub_(_rows(lse[..., None], c)).exp_().mul_(dp)
         elif o.gate in ("v", "kv"):
             dm = dp * p
         ds = _gated(dp, c, o, ("v", "kv")).sub_(_rows(delta[..., None], c)).mul_(p)
         if c.m is not None and o.gate == "logit":
-            dm = (_of_heads(ds, R) / c.m.clamp(min=torch.finfo(c.m.dtype).tiny)[:, None]).view(ds.shape)
+            dm = (ds.unflatten(1, (R, -1)) / c.m.clamp(min=torch.finfo(c.m.dtype).tiny)[:, None]).view(ds.shape)
         elif dm is not None and plain is not None and o.gate == "kv":
             dm.addcmul_(plain, ds)
         if dm is not None and c.gates is not None:
             # Inside (0, 1), and 0 elsewhere, whatever is there.
-            dm = torch.ops.aten.hardtanh_backward(_of_heads(dm, R).sum(1).to(du.dtype), c.gates, 0.0, 1.0)
+            dm = torch.ops.aten.hardtanh_backward(dm.unflatten(1, (R, -1)).sum(1).to(du.dtype), c.gates, 0.0, 1.0)
             c.columns.add(dm.sum(1), du[c.units])
             dtau[c.units, c.rows] = -dm.sum(2)
         ds = _gated(ds, c, o, ("kv",))
-        dq[c.units, :, c.rows] = _by_head(torch.bmm(ds, c.columns.of(k[c.units])), q)
+        dq[c.units, :, c.rows] = torch.bmm(ds, keys).unflatten(1, (R, -1))
         c.columns.add(torch.bmm(ds.mT, rows), dk[c.units])
-        c.columns.add(torch.bmm(_valued(p, c, o).mT, douts), dv[c.units])
+        c.columns.add(torch.bmm(_gated(p, c, o, ("v", "kv")).mT, douts), dv[c.units])
     dk, dv = (_sum_units(of, t) for of, t in ((dk, x.k), (dv, x.v)))
     dq = dq.mul_(o.scale).view(x.q.shape).to(x.q.dtype)
     return SparseKGradients(dq, dk, dv, du.view(x.u.shape), dtau.view(x.u.shape))
@@ -129,12 +130,9 @@ def memory(x: Operands, o: Options) -> Memory:
     queries, U = min(queries_of(o), N), x.u.shape[1]
     columns = min(N, HARDLY_LONGER * (min(o.window, N) * (1 if o.causal else 2) + queries + o.live))
     of_unit = H // U * queries * columns
-    units = min(B * U, max(1, _most(x.q) // max(1, of_unit)))
+    most = min(MOST, MOST_IN_CACHE) if x.q.device.type == "cpu" else MOST
+    units = min(B * U, max(1, most // max(1, of_unit)))
     return Memory(size * units * (5 * of_unit + columns * (D + E)), size * B * H * N * (D + E))
-
-
-def _most(x: Tensor) -> int:
-    return min(MOST, MOST_IN_CACHE) if x.device.type == "cpu" else MOST
 
 
 def _units(x: Operands, o: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,6 +156,7 @@ def _chunks(x: Operands, o: Options, with_gates: bool) -> Iterator[Chunk]:
     wide = compute_dtype(x.q.dtype)
     (units, N), R = u.shape, x.q.shape[1] // x.u.shape[1]
     place = torch.arange(N, device=u.device)
+    most = min(MOST, MOST_IN_CACHE) if u.device.type == "cpu" else MOST
     # The queries [begin, end] attend a key: those of its window, and those that keep it.
     begin, end = _queries(last, place, o)
     gated = _queries(last_gated, place, o) if o.straight else None
@@ -165,7 +164,7 @@ def _chunks(x: Operands, o: Options, with_gates: bool) -> Iterator[Chunk]:
         row = place[: rows.stop - rows.start].to(wide)[:, None]
         n = columns.run.stop - columns.run.start + (0 if columns.listed is None else columns.listed.shape[1])
         open_pairs = _window(place[columns.run] - rows.start, row, o) if with_gates else None
-        step = max(1, _most(x.q) // (R * len(row) * n))
+        step = max(1, most // (R * len(row) * n))
         for unit in range(0, units, step):
             of = slice(unit, unit + step)
             here = columns if columns.listed is None else columns._replace(listed=columns.listed[of])
@@ -251,34 +250,20 @@ def _rows(x: Tensor, c: Chunk) -> Tensor:
     return x[c.units, :, c.rows].flatten(1, 2)
 
 
-def _of_heads(x: Tensor, R: int) -> Tensor:
-    """(units, R, m, n) of (units, R m, n)."""
-    return x.unflatten(1, (R, -1))
-
-
-def _by_head(x: Tensor, q: Tensor) -> Tensor:
-    """(units, R, m, ...) of (units, R m, ...)."""
-    return x.unflatten(1, (q.shape[1], -1))
-
-
-def _scores(q: Tensor, k: Tensor, c: Chunk, o: Options) -> tuple[Tensor, Tensor | None]:
+def _scores(rows: Tensor, keys: Tensor, c: Chunk, o: Options) -> tuple[Tensor, Tensor | None]:
     """s (units, R m, n) under its gates, with no weight where nothing is attended; and before both if that is read."""
-    R, rows, keys = q.shape[1], _rows(q, c), c.columns.of(k[c.units]).mT
+    m = c.dropped.shape[1]
+    R = rows.shape[1] // m
     if o.gate == "kv" or o.straight:
-        plain = torch.bmm(rows, keys)
-        s = plain.clone() if o.gate == "kv" else plain
-        return (_of_heads(_gated(s, c, o, ("kv",)), R) + c.dropped[:, None]).view(s.shape), plain
+        plain = torch.bmm(rows, keys.mT)
+        s = _gated(plain.clone(), c, o, ("kv",)).unflatten(1, (R, m)).add_(c.dropped[:, None])
+        return s.flatten(1, 2), plain
     term = c.dropped if c.m is None or o.gate != "logit" else c.m.log().add_(c.dropped)
-    return (term if R == 1 else term.repeat(1, R, 1)).baddbmm_(rows, keys), None
+    return (term if R == 1 else term.repeat(1, R, 1)).baddbmm_(rows, keys.mT), None
 
 
 def _gated(x: Tensor, c: Chunk, o: Options, gates: tuple[str, ...]) -> Tensor:
     """x (units, R m, n) times m, in place, under the gates that multiply it."""
     if c.m is not None and o.gate in gates:
-        _of_heads(x, x.shape[1] // c.m.shape[1]).mul_(c.m[:, None])
+        x.unflatten(1, (-1, c.m.shape[1])).mul_(c.m[:, None])
     return x
-
-
-def _valued(p: Tensor, c: Chunk, o: Options) -> Tensor:
-    """The weights of values, in place: p, times the gates where these multiply values."""
-    return _gated(p, c, o, ("v", "kv"))

@@ -127,4 +127,4 @@ def _thresholds(u: Tensor, causal: bool) -> str:
         return "one for all queries, from sorted breakpoints"
     if has_kernels(u):
         return "Triton kernels: a sort of each row, and a walk for each 128 steps"
-    return "operations of torch: sorted breakpoints, halved level by level"
+    return "operations of torch: bisection of sorted breakpoints, all steps at once"

@@ -8,11 +8,10 @@ u - 1 of sign -1, and
 where C counts the interior keys (0 < u - tau < 1) and S is the sum of their u and of a 1 for each key over them. f
 falls piecewise linearly: the root lies just below the first breakpoint x with f(x) <= k, and is (S - k) / C there.
 
-**All prefixes.** Every step looks for its breakpoint at once, by halves of all places: whether it is in the upper half
-follows from the sums over the keys of the prefix that are. Breakpoints are in the order in which keys come, so that
-those of a prefix are its first ones, and a half of each node has prefixes again once all of the lower halves have been
-moved before all of the upper ones (a wavelet matrix: Claude, Navarro, Ordonez, Inf. Syst. 47, 2015). log2(2 N) levels
-give every step. So do log2(N) levels the step at which a key has k better ones: the k-th smallest of their steps.
+**All prefixes.** Every step looks for its breakpoint by bisection, all steps at once. Thresholds never fall, nor do
+the places that are tried. So a breakpoint lies over the places of the steps from that of its key until one that a count
+of places tells, and one cumulative sum over the steps has f of all prefixes. log2(2 N) rounds give every step. So do
+log2(N) rounds the key that is the k-th largest at each.
 
 **Sums are exact.** u is written in steps of 2^-bits as integers, which are added modulo 2^64. Every sum that is used in
 the end is of magnitude at most N * 2^bits < 2^63, so that whatever wrapped on the way there has no effect: neither the
@@ -21,10 +20,10 @@ range of u nor the order of a sum changes a bit. float64 has a second integer fo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 2.0**900  # the largest magnitude that is scaled
@@ -80,74 +79,68 @@ def causal_thresholds(u: Tensor, k: int) -> Tensor:
 
 def last_largest(u: Tensor, k: int) -> Tensor:
     """The last step at which each key is among the k largest so far, (R, N); one before its own if it never is."""
-    R, N = u.shape
+    N = u.shape[1]
     there = u > -torch.inf
     order = torch.where(there, u, -torch.inf).sort(descending=True, stable=True).indices
-    rank = torch.arange(N, device=u.device)
-    # The k-th smallest of the steps of the keys before each in this order.
-    steps, ends = order, F.pad(rank, (N, 0)).expand(R, -1)
-    kth, left = torch.zeros_like(order), torch.full_like(order, k - 1)
-    for bit in reversed(range((N - 1).bit_length())):
-        halves = _halves(steps, ends, bit)
-        lower = halves.lower[:, N:] - halves.lower[:, :N]
-        upper = lower <= left
-        left = torch.where(upper, left - lower, left)
-        kth.add_(upper, alpha=1 << bit)
-        ends = halves.ends(ends, upper)
-        steps = halves.moved(steps)
-    last = torch.where(rank < k, N, kth).sub_(1)
-    last = torch.empty_like(last).scatter_(1, order, last)
-    return torch.maximum(torch.where(there, last, -1), rank - 1)
+    step = torch.arange(N, device=u.device)
+    place = torch.empty_like(order).scatter_(1, order, (N - 1 - step).expand_as(order))
+    keys = _points(place, there.long()[None], N)
+    kth = _first(lambda place: keys.sums_over(place)[0] < k, order, N)
+    last = keys.steps(kth - 1) - 1  # no key is worse than the k-th largest of those steps
+    return torch.maximum(torch.where(there, last, -1), step - 1)
 
 
-class Halves(NamedTuple):
-    """Nodes of numbers in two halves each, by a bit."""
+class Points(NamedTuple):
+    """Points that come one after the other, in steps, at places of an order."""
 
-    upper: Tensor  # (R, n) bool: of each number
-    lower_before: Tensor  # (R, n + 1): how many numbers before each are of a lower half, and in all
-    lower: Tensor  # (R, m): how many are before each of the ends
+    place: Tensor  # (R, n), each of [0, n) once, or any where nothing is added
+    step: Tensor  # (R, n), ascending
+    adds: Tensor  # (m, R, n)
+    come: Tensor  # (m, R, N): the sums of `adds` over all points so far
 
-    def ends(self, ends: Tensor, upper: Tensor) -> Tensor:
-        """Where ranges lie in the half that they take; `upper` (R, m // 2), for the begins and the ends of ranges."""
-        return torch.where(torch.cat([upper, upper], 1), ends - self.lower + self.lower_before[:, -1:], self.lower)
+    def steps(self, place: Tensor) -> Tensor:
+        """(R, n): how many of the steps, whose places (R, N) do not fall, have one under each point."""
+        counts = place.new_zeros(place.shape[0], self.place.shape[1] + 1)
+        counts.scatter_add_(1, place + 1, torch.ones_like(place))
+        return counts.cumsum(1).gather(1, self.place)
 
-    def moved(self, *x: Tensor) -> Any:
-        """Tensors (..., R, n) with all lower halves first."""
-        before = self.lower_before[:, :-1]
-        place = torch.arange(before.shape[1], device=before.device)
-        to = torch.where(self.upper, place - before + self.lower_before[:, -1:], before)
-        moved = tuple(torch.empty_like(t).scatter_(-1, to.expand_as(t), t) for t in x)
-        return moved if len(x) > 1 else moved[0]
+    def sums_over(self, place: Tensor) -> Tensor:
+        """(m, R, N): the sums over the points so far that lie over places of the steps, (R, N), which do not fall."""
+        gone = self.adds.new_zeros(*self.adds.shape[:2], place.shape[1] + 1)
+        end = torch.maximum(self.steps(place), self.step)
+        gone.scatter_add_(2, end.expand_as(self.adds), self.adds)
+        return self.come - gone[..., :-1].cumsum(-1)
 
 
-def _halves(numbers: Tensor, ends: Tensor, bit: int) -> Halves:
-    upper = (numbers & (1 << bit)) != 0
-    lower_before = F.pad((~upper).cumsum(1), (1, 0))
-    return Halves(upper, lower_before, lower_before.gather(1, ends))
+def _points(place: Tensor, adds: Tensor, N: int) -> Points:
+    """As many points a step, in N steps."""
+    a_step = place.shape[1] // N
+    step = torch.arange(N, device=place.device).repeat_interleave(a_step).expand_as(place)
+    return Points(place, step, adds, adds.unflatten(-1, (N, a_step)).sum(-1).cumsum(-1))
+
+
+def _first(reached: Callable[[Tensor], Tensor], like: Tensor, n: int) -> Tensor:
+    """The first place of [0, n) that each step has reached, of shape (R, N) and type like `like`; the last one has."""
+    place = torch.zeros_like(like)
+    for bit in reversed(range((n - 1).bit_length())):
+        middle = (place + ((1 << bit) - 1)).clamp_(max=n - 1)
+        place.add_(~reached(middle), alpha=1 << bit)
+    return place
 
 
 def _root_of_prefixes(row: Row) -> Root:
     """The threshold of each prefix."""
-    place, adds = row.place, _at(row.adds, row.place)
-    R, n = place.shape
-    step = torch.arange(n // 2, device=place.device)
-    ends = F.pad(2 * step + 2, (n // 2, 0)).expand(R, -1)
-    where = torch.zeros_like(row.key[:, : n // 2])  # the first breakpoint that it can be, of which bits are missing
-    beyond = _minus_k(torch.zeros_like(row.adds[..., : n // 2]), row)  # the sums over those past them
-    for bit in reversed(range((n - 1).bit_length())):
-        halves = _halves(place, ends, bit)
-        before = _at(F.pad((adds * halves.upper).cumsum(-1), (1, 0)), ends)
-        sums = before[..., n // 2 :].sub_(before[..., : n // 2]).add_(beyond)
-        middle = where + (1 << bit)
-        # At a breakpoint itself it adds nothing.
-        reached = _excess(row, sums, _at(row.whole, (middle - 1).clamp_(max=n - 1))) <= 0
-        beyond = torch.where(reached, sums, beyond)
-        where = torch.where(reached, where, middle)
-        if bit:
-            ends = halves.ends(ends, ~reached)
-            place, adds = halves.moved(place, adds)
+    n = row.place.shape[1]
+    points = _points(row.place, _at(row.adds, row.place), n // 2)
+    _minus_k(points.come, row)
+
+    def reached(place: Tensor) -> Tensor:  # at a breakpoint itself it adds nothing
+        return _excess(row, points.sums_over(place), _at(row.whole, place)) <= 0
+
+    where = _first(reached, row.key[:, : n // 2], n)
+    step = torch.arange(n // 2, device=where.device)
     own = torch.where(row.key.gather(1, where) <= step, _at(row.adds, where), 0)
-    return _root(row, beyond + own, where)
+    return _root(row, points.sums_over(where).add_(own), where)
 
 
 def _row(u: Tensor, k: int) -> Row:
@@ -179,9 +172,10 @@ def _row(u: Tensor, k: int) -> Row:
     point_values = _at(whole, key)
     point_values[0] -= torch.where(sign > 0, 0, 1 << bits)
     sign = sign * there.gather(1, key)
+    adds = sign * torch.cat([torch.ones_like(sign)[None], point_values])
     return Row(
         torch.stack([by_key(place_of_lower), by_key(place_of_upper)], -1).flatten(1),
-        by_place(u - 1, u), point_values, key, sign * _with_ones(point_values), bits, min(k, N),
+        by_place(u - 1, u), point_values, key, adds, bits, min(k, N),
     )  # fmt: skip
 
 
@@ -244,10 +238,6 @@ def _root(row: Row, sums: Tensor, where: Tensor) -> Root:
 def _at(x: Tensor, index: Tensor) -> Tensor:
     """Entries (m, R, n) of (m, R, ...)."""
     return x.gather(2, index.expand(len(x), -1, -1))
-
-
-def _with_ones(x: Tensor) -> Tensor:
-    return torch.cat([torch.ones_like(x[:1]), x])
 
 
 def _wrapped(x: Tensor) -> Tensor:
