@@ -71,8 +71,13 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     R, out, lse = q.shape[1], q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
     for c in _chunks(x, o, with_gates=o.gate is not None):
         s, _ = _scores(_rows(q, c), c.columns.of(k[c.units]), c, o)
-        p = s.softmax(-1)
-        lse[c.units, :, c.rows] = (s.amax(-1) - p.amax(-1).log()).unflatten(1, (R, -1))
+        if s.dtype == torch.float64:  # as it is defined: what is computed in float64 is compared with that
+            row_lse = s.logsumexp(-1)
+            p = s.sub_(row_lse[..., None]).exp_()
+        else:
+            p = s.softmax(-1)
+            row_lse = s.amax(-1) - p.amax(-1).log()
+        lse[c.units, :, c.rows] = row_lse.unflatten(1, (R, -1))
         weighted = torch.bmm(_gated(p, c, o, ("v", "kv")), c.columns.of(v[c.units]))
         out[c.units, :, c.rows] = weighted.unflatten(1, (R, -1))
     return out.view(B, H, N, E).to(x.q.dtype), lse.view(B, H, N)
@@ -92,12 +97,13 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     for c in _chunks(x, o, with_gates=o.gate is not None or o.straight):
         rows, keys, douts = _rows(q, c), c.columns.of(k[c.units]), _rows(dout, c)
         s, plain = _scores(rows, keys, c, o)
-        p = s.softmax(-1)
+        row_lse = _rows(lse[..., None], c)
+        p = s.sub_(row_lse).exp_() if s.dtype == torch.float64 else s.softmax(-1)
         dp = torch.bmm(douts, c.columns.of(v[c.units]).mT)
         dm = None
         if plain is not None and c.ungated is not None:
             plain.unflatten(1, (R, -1)).add_(c.ungated[:, None])
-            dm = plain.sub_(_rows(lse[..., None], c)).exp_().mul_(dp)
+            dm = plain.sub_(row_lse).exp_().mul_(dp)
         elif o.gate in ("v", "kv"):
             dm = dp * p
         ds = _gated(dp, c, o, ("v", "kv")).sub_(_rows(delta[..., None], c)).mul_(p)
