@@ -13,7 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import gossamer as gs
+from gossamer.memo import Memo
+from gossamer.torch import repeated, request
 from tests.support.definition import dense, tensors
+from tests.support.host_reads import nothing_waits
 from tests.torch.test_device_structure import RULES, STEPS, check, extremes, integers
 
 
@@ -135,6 +138,89 @@ def test_edges_of_the_host(form: Any) -> None:
     for wild, _ in WILD:
         with pytest.raises(ValueError, match="cu_seqlens must"):
             gs.attention(q[:, 0], q[:, 0], q[:, 0], gs.DocumentIds.from_cu_seqlens(form(wild), 6) & gs.Causal())
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was made since."""
+    made: list[Any] = []
+    make = request.structured
+    monkeypatch.setattr(request, "structured", lambda *given: (made.append(given), make(*given))[1])
+    monkeypatch.setattr(repeated, "_numbered", Memo(4))
+    return made
+
+
+FORMS: dict[str, Any] = {
+    "varlen": lambda q, k, v, cu: gs.varlen(q, k, v, cu, seqused_k=[1, *[2] * (len(cu) - 2)], pattern=gs.Causal()),
+    "sequences": lambda q, k, v, cu: gs.attention(q, k, v, gs.PackedSequences(cu), softcap=3.0, layout="bshd"),
+    "documents": lambda *x: gs.attention(*x[:3], gs.DocumentIds.from_cu_seqlens(x[3], 6) & gs.Causal(), layout="bshd"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_the_host_tells_is_made_once_for_its_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without and with gradients, from lists and from an array that is written to between calls."""
+    run, edges = FORMS[name], np.array([0, 2, 6])
+    wanted = {n: run(*tensors((6, 2, 4), (6, 2, 4), (6, 2, 4)), torch.tensor([0, n, 6])) for n in (2, 5)}
+    made = counted(monkeypatch)
+    for turn, n in enumerate((2, 5, 2)):
+        x = tensors((6, 2, 4), (6, 2, 4), (6, 2, 4))
+        edges[1] = n
+        with torch.no_grad():
+            for given in (edges, edges.tolist()):
+                assert torch.equal(run(*x, given), wanted[n])
+        out = run(*x, edges)
+        assert torch.equal(out, wanted[n])
+        grads = torch.autograd.grad(out.square().sum(), x)
+        again = run(*x, torch.tensor([0, n, 6]))
+        assert all(map(torch.equal, grads, torch.autograd.grad(again.square().sum(), x)))
+        of_host = [given for given in made if given[1].numbers is not None]
+        assert len(of_host) == 2 * min(turn + 1, 2), "one with gradients and one without"
+    with pytest.raises(ValueError, match="must"):
+        run(*x, [0, 9, 6])
+
+
+def test_layers_share_the_layout_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, made = tensors((6, 2, 4), (6, 2, 4), (6, 2, 4)), counted(monkeypatch)
+    first, second = (gs.device_layout(*x, gs.PackedSequences([0, 2, 6]), layout="bshd") for _ in range(2))
+    other = gs.device_layout(*x, gs.PackedSequences([0, 3, 6]), layout="bshd")
+    assert first.rows is second.rows is not other.rows
+    assert len(made) == 2
+    x = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
+    for starts in (None, torch.tensor([1])):  # with what a tensor tells, numbers are not all
+        gs.attention(*x, gs.DocumentIds.from_cu_seqlens([0, 2, 6], 6), key_starts=starts)
+    assert len(repeated._numbered) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_the_host_tells_is_made_for_each_stream() -> None:
+    """Nothing waits once it is made, and a call on another stream reads nothing that may still be written."""
+    x = [y.detach().cuda().bfloat16() for y in tensors((600, 2, 64), (600, 2, 64), (600, 2, 64))]
+    wanted = {n: gs.varlen(*x, torch.tensor([0, n, 600]).cuda(), pattern=gs.Causal()) for n in range(50, 90)}
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for n, want in wanted.items():
+        found = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(gs.varlen(*x, [0, n, 600], pattern=gs.Causal()))
+                with nothing_waits():
+                    found.append(gs.varlen(*x, [0, n, 600], pattern=gs.Causal()))
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, want) for one in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_what_the_host_tells_of_a_join_is_on_the_device_in_every_call() -> None:
+    x = tensors((2, 2, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4))
+    for edges in ([0, 2, 6], [0, 3, 6], [0, 2, 6]):
+        for starts in (None, torch.tensor([1, 2])):
+            documents = gs.DocumentIds.from_cu_seqlens(edges, 6) & gs.Causal()
+            wanted = gs.attention(*(y.float() for y in x), documents, key_starts=starts)
+            given = (y.detach().float().cuda() for y in x)
+            found = gs.attention(*given, documents, key_starts=None if starts is None else starts.cuda())
+            torch.testing.assert_close(found.cpu(), wanted.detach(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

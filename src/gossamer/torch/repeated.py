@@ -1,4 +1,8 @@
-"""Calls whose structure is made on the device: one look-up, what the first call wrote down, and one run."""
+"""Calls whose structure is made on the device: one look-up, what the first call wrote down, and one run.
+
+Of a structure that the host tells whole (`varlen` with lists of edges) the layout is kept by its numbers: the layers of
+a step share it, and a call that finds it launches attention alone.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from gossamer.kernels.launch import NO_VECTORS, Vectors
+from gossamer.memo import Memo
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
 from gossamer.torch.arguments import AttentionOptions, four_dimensional, is_bshd, unbatched
 from gossamer.torch.calls import call_of, known
 from gossamer.torch.given_layouts import Given, layout_from
 from gossamer.torch.key import Key, facts, key_of, places, plain
-from gossamer.torch.memory import hold_for_graphs
+from gossamer.torch.memory import hold_for_graphs, outlasting
+from gossamer.torch.planning import layout_bytes
 from gossamer.torch.recording import Remade
 from gossamer.torch.request import DENSE, Request, asks_for_structure, request_of
 from gossamer.torch.structure.base import Sizes, Structure
@@ -28,6 +34,7 @@ class Asked(NamedTuple):
     key: Key
     pattern: Any  # a Structure, a Pattern or None
     given: list[Tensor]  # what its structure is made of
+    by_numbers: bool  # whether the key holds all of them
 
 
 class Repeated(NamedTuple):
@@ -51,6 +58,19 @@ class Repeated(NamedTuple):
         return self.again(*given)
 
 
+class Numbered(NamedTuple):
+    """What calls of one key do whose structure has the same numbers."""
+
+    layout: Given
+    call: Any
+    data: tuple[Tensor, ...]  # arrays of the layout, which it takes last
+
+
+MOST_NUMBERED = 8  # structures whose layouts are kept: those of a few steps
+
+_numbered: Memo[Numbered] = Memo(MOST_NUMBERED)
+
+
 def by_structure(
     q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()]
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
@@ -62,6 +82,12 @@ def by_structure(
     asked = _asked(q, k, v, pattern, options, vectors)
     if asked is None:
         return None
+    if asked.by_numbers:
+        numbered = _of_numbers(asked, q, k, v, options, vectors)
+        dims, bshd, (_, sinks, _) = q.ndim, is_bshd(options.layout), vectors or NO_VECTORS
+        q, k, v = four_dimensional(q, k, v, bshd)
+        out, lse = numbered.call(q, k, v, None, sinks, None, *numbered.data)
+        return unbatched(out, lse, dims, bshd)
     found: Any = known.get(asked.key)
     if found is None:
         request = request_of(q, k, v, asked.pattern, options, vectors, repeats=True)
@@ -85,6 +111,8 @@ def layout_by_structure(
 ) -> Given:  # fmt: skip
     """The layout of such a call, made on its device."""
     asked = _asked(q, k, v, pattern, options, vectors)
+    if asked is not None and asked.by_numbers:
+        return _of_numbers(asked, q, k, v, options, vectors).layout
     found: Any = None if asked is None else known.get(("layout", asked.key))
     if asked is not None and found is not None and found.again is not None:
         # Made in inference mode it could not be used in training later.
@@ -95,6 +123,27 @@ def layout_by_structure(
         _keep(asked._replace(key=("layout", asked.key)), request, None)
     made: Given = request.attended.alive
     return made
+
+
+def _of_numbers(
+    asked: Asked, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, vectors: Vectors | tuple[()]
+) -> Numbered:  # fmt: skip
+    """The layout of a structure whose numbers the host knows, and what computes its calls."""
+    found = _numbered.get(asked.key)
+    if found is not None:
+        return found
+    # Its kernels run on the stream of the calls that find it, and its memory is of that one.
+    stream, recorded = torch.cuda.current_stream(q.device) if q.is_cuda else None, torch.is_grad_enabled()
+
+    def make() -> Given:
+        with torch.cuda.stream(stream), torch.set_grad_enabled(recorded):
+            made: Given = request_of(q, k, v, asked.pattern, options, vectors).attended.alive
+        return made
+
+    layout = outlasting(q.device, make)
+    request = request_of(q, k, v, layout, options, vectors)
+    made = Numbered(layout, call_of(request), request.attended.data)
+    return _numbered.put(asked.key, made, layout_bytes(layout))
 
 
 def _keep(asked: Asked, request: Request, call: Any) -> None:
@@ -118,9 +167,14 @@ def _asked(
         return None
     offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
     given = [x for x in (offset, o.key_starts, (vectors or NO_VECTORS).key_lengths) if x is not None]
+    numbers: tuple[bytes, ...] | None = None
     if isinstance(pattern, Structure):
-        if pattern.on_host and isinstance(q, Tensor):
-            pattern = pattern.placed(q.device)
+        if any(term.on_host for term in pattern.terms) and isinstance(q, Tensor):
+            whole = not given and o.q_offset is None and (vectors or NO_VECTORS).alibi_slopes is None
+            if whole and not (q.is_cuda and is_current_stream_capturing()):
+                numbers = pattern.numbers
+            if numbers is None:
+                pattern = pattern.placed(q.device)
         given, which = [*pattern.tensors, *given], pattern.facts
     elif pattern is None or isinstance(pattern, Pattern):
         which = (DENSE if pattern is None else pattern).handle
@@ -135,4 +189,7 @@ def _asked(
     )  # fmt: skip
     if key is None or (q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]):
         return None
-    return Asked((*key, which, told, places(*given), offset is None, o.key_starts is None), pattern, given)
+    if numbers is not None:
+        stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
+        return Asked((*key, which, told, numbers, stream), pattern, given, True)
+    return Asked((*key, which, told, places(*given), offset is None, o.key_starts is None), pattern, given, False)

@@ -40,7 +40,8 @@ def varlen(
     sequence with Lk keys, is at position r + Lk - Lq among them, so that with `Causal()` the last row sees all keys.
     Rows that see nothing give 0, and so do those of no sequence. The structure is made on the device, in each call:
     lengths may change in a compiled function and in a captured graph. Layers that share them share one structure by
-    `attention` with the `device_layout` of `PackedSequences`, of which this is the short form for one call.
+    `attention` with the `device_layout` of `PackedSequences`, of which this is the short form for one call; where all
+    lengths are lists or arrays, calls of the same numbers share it by themselves, outside of both.
 
     Args:
         q: (T, H, D), the queries of all sequences.

@@ -75,6 +75,14 @@ class Structure(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
 
+    @property
+    def numbers(self) -> tuple[bytes, ...] | None:
+        """All that its tensors hold, where each was given on the host as a list or an array; None otherwise."""
+        given = {id(x) for term in self.terms for x in (term.on_host or {}).values()}
+        if not given or any(id(x) not in given for x in self.tensors):
+            return None
+        return tuple(x.numpy().tobytes() for x in self.tensors)
+
     def placed(self, device: torch.device) -> Structure:
         """This structure with what it was given on the host on a device."""
         moved = [name for name in self.on_host or () if getattr(self, name).device != device]
