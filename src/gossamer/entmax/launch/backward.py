@@ -42,14 +42,15 @@ def prepare(c: KernelCall, with_alpha: bool) -> Prepared:
     # What starts at 0: the tiles that kernels take, and the sums of chunks of keys.
     chunks = -(-c.K // CHUNK)
     rows = rows_of(c, 4 + 2 * c.B * c.G * chunks)
+    of_k, of_v, of_dout = c.strides(c.k, c.v, dout)
     step(
         b, gather_dq_kernel, (heads + -(-c.rows // options["RP"]),),
         (
-            c.k, c.v, dout, "steepness", "dq", "gradients", "alpha_terms", *lists, *rows.listed(b), heads,
-            *c.strides(c.k, c.v, dout), c.rows, c.H, c.Q, c.scale,
+            c.k, c.v, dout, "steepness", ("dq", "gradients", "alpha_terms"), lists, rows,
+            (*of_k[:2], *of_v[:2], of_dout), c.H, (b[rows.zeros].shape[0], heads, c.rows, c.Q, c.scale),
         ),
-        {"L": c.listed, **sizes, "VECTOR": min(32, padded(c.listed)), "GROUP": c.group, "A": value_of(c.same),
-         "WITH_ALPHA": with_alpha, "STEP": LISTING_STEP} | options,
+        {"L": c.listed, **sizes, "STREAMED": (of_k.n, of_v.n), "VECTOR": min(32, padded(c.listed)), "GROUP": c.group,
+         "A": value_of(c.same), "WITH_ALPHA": with_alpha, "STEP": LISTING_STEP} | options,
     )  # fmt: skip
     columns(c, key_lists(c, lists, rows, chunks), rows, dout, sizes)
     if c.top_k is None:
@@ -82,7 +83,7 @@ def key_lists(c: KernelCall, lists: ListNames, rows: OverflowRows, chunks: int) 
     sums = b.view("sums", rows.zeros, (2 * c.B * c.G * chunks,), (1,), 4)
     vector, by_rows = min(32, padded(L)), (lists.keys, lists.counts)
     grid = -(-c.rows // 16), -(-L // vector)
-    sizes = c.H, c.Q, c.K, c.rows
+    sizes = c.Q, c.K, c.rows
     options = {"L": L, "RP": 16, "VECTOR": vector, "GROUP": c.group, "SEGMENTS": SEGMENTS, "num_warps": 4}
     form = min(max(1024, triton.next_power_of_2(c.K)), 16384), -(-L // 32)
     if by_hopper:  # of the names of keys it reads and writes none
@@ -115,8 +116,8 @@ def columns(c: KernelCall, keys: KeyLists, rows: OverflowRows, dout: str, sizes:
     step(
         b, columns_kernel, (heads * programs + -(-n_keys // gather["RP"]),),
         (
-            c.q, dout, *keys, rows.pair_counts, "gradients", "dk", "dv", "part_dk", "part_dv", *c.strides(c.q, dout),
-            c.H, c.Q, c.K, n_keys, c.K.bit_length(), programs, places, c.scale,
+            c.q, dout, keys, rows.pair_counts, "gradients", ("dk", "dv", "part_dk", "part_dv"), c.strides(c.q, dout),
+            c.H, (c.Q, c.K, n_keys, c.K.bit_length(), programs, places, c.scale),
         ),
         {"L": c.listed, **sizes, "GROUP": c.group, "LONG": LONG, "HALF": HALF} | gather,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from gossamer.entmax.hopper.key_bounds import Bounds
 from gossamer.entmax.options import MOST_LISTED
 from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.launch import Builder, Kernel, Operand
+from gossamer.kernels.relaunch import Strides, strides
 from gossamer.kernels.triton.config import X3, Direction
 from gossamer.kernels.triton.gather.config import row_config
 
@@ -71,9 +72,9 @@ class KernelCall:
         """lo, hi, positions of q and of k, which say what a row may see; any array in the place of None."""
         return tuple(name if name in self.b else "unread" for name in ("lo", "hi", "q_positions", "k_positions"))
 
-    def strides(self, *names: str) -> tuple[int, ...]:
+    def strides(self, *names: str) -> tuple[Strides, ...]:
         """The strides of (B, heads, rows)."""
-        return tuple(s for name in names for s in (self.b[name].strides[:3] if name in self.b else (0, 0, 0)))
+        return tuple(strides(self.b[name]) if name in self.b else Strides(0, 0, 0) for name in names)
 
     def hopper(self, name: str, *key: Any) -> Kernel:
         """A Hopper kernel of a configuration."""

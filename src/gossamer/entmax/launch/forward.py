@@ -70,11 +70,16 @@ def gather_out(c: KernelCall, lists: ListNames, part: CallPart, first_listed: in
     options = row_options(c, "forward", E, E)
     at, heads = part.first_row - first_listed, 0 if rows is None else c.B * c.H
     keys, weights = (listed_from(c, name, at, part.rows) for name in (lists.keys, lists.weights))
-    given = ("unread",) * 4 + (0,) if rows is None else rows.listed(b)
+    unlisted, n_zeros = (("unread",) * 4, 0) if rows is None else (rows, b[rows.zeros].shape[0])
+    ((stride_b, stride_h, streamed),) = c.strides(c.v)
     step(
         b, gather_out_kernel, (heads + -(-part.rows // options["RP"]),),
-        (c.v, "out", keys, weights, lists.counts, *given, heads, *c.strides(c.v), part.first_row, part.rows, c.H, c.Q),
-        {"L": c.listed, "E": E, "SE": piece(E, 16 if c.half else 32), "GROUP": c.group, "STEP": LISTING_STEP} | options,
+        (
+            c.v, "out", (keys, weights, lists.counts), unlisted, stride_b, stride_h, c.H,
+            (n_zeros, heads, part.first_row, part.rows, c.Q),
+        ),
+        {"L": c.listed, "E": E, "SE": piece(E, 16 if c.half else 32), "STREAMED": streamed, "GROUP": c.group,
+         "STEP": LISTING_STEP} | options,
     )  # fmt: skip
 
 

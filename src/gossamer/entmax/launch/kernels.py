@@ -10,6 +10,7 @@ from gossamer.entmax.triton import (
     finish,
     gather,
     large,
+    parameters,
     select,
     tiled,
     tiled_backward,
@@ -20,16 +21,26 @@ from gossamer.kernels import relaunch
 from gossamer.kernels.launch import Builder
 
 MODULE = "gossamer.entmax.launch.kernels"
-KERNELS = {
-    function.fn.__name__: function
-    for function in (
-        select.select_kernel, select.order_contenders_kernel, finish.finish_kernel, large.list_groups_kernel,
-        large.large_kernel, gather.gather_out_kernel, tiled.tiled_kernel, gather.gather_dq_kernel,
-        transpose.count_kernel, transpose.order_keys_kernel, transpose.place_kernel, transpose.order_kernel,
-        columns.columns_kernel, tiled_backward.tiled_dq_kernel, tiles.tile_ranges_kernel,
-        tiled_backward.tiled_columns_kernel,
-    )
-}  # fmt: skip
+# What a kernel that takes its constants as one, FORM, is compiled for.
+FORMS = {
+    select.select_kernel: parameters.SelectForm,
+    select.order_contenders_kernel: None,
+    finish.finish_kernel: parameters.FinishForm,
+    large.list_groups_kernel: None,
+    large.large_kernel: parameters.LargeForm,
+    gather.gather_out_kernel: parameters.GatherForm,
+    tiled.tiled_kernel: parameters.TileForm,
+    gather.gather_dq_kernel: parameters.QueryForm,
+    transpose.count_kernel: parameters.PairForm,
+    transpose.order_keys_kernel: parameters.OrderForm,
+    transpose.place_kernel: parameters.PairForm,
+    transpose.order_kernel: parameters.PairForm,
+    columns.columns_kernel: parameters.KeyForm,
+    tiled_backward.tiled_dq_kernel: parameters.TileQueryForm,
+    tiles.tile_ranges_kernel: None,
+    tiled_backward.tiled_columns_kernel: parameters.TileKeyForm,
+}
+KERNELS = {function.fn.__name__: function for function in FORMS}
 
 
 def __getattr__(name: str) -> Callable[..., Callable[..., None]]:
@@ -45,12 +56,15 @@ def step(
     """Add a launch of a kernel.
 
     Args:
-        given: arguments in the order of the kernel: names of arrays, and numbers.
-        named: the others, and options of the launch (num_warps, num_stages, maxnreg).
+        given: arguments in the order of the kernel: names of arrays, and numbers, in tuples where it takes these.
+        named: its constants, and options of the launch (num_warps, num_stages, maxnreg).
     """
-    names = list(relaunch.parameters(function))
-    values = dict(zip(names, given, strict=False))
-    values |= {name: x for name, x in named.items() if name in names}
+    kinds, form = relaunch.parameters(function), FORMS[function]
+    values = {name: kind(*x) if kind else x for (name, kind), x in zip(kinds.items(), given, strict=False)}
+    if form is not None:
+        values["FORM"] = relaunch.filled(form, named)
+    values |= {name: x for name, x in named.items() if name in kinds}
+    constants = kinds if form is None else form._fields
     # Triton 3.10 stops fusing multiplications and additions unless asked.
-    options = {name: x for name, x in named.items() if name not in names} | {"enable_fp_fusion": True}
+    options = {name: x for name, x in named.items() if name not in constants} | {"enable_fp_fusion": True}
     relaunch.step(b, MODULE, function.fn.__name__, function, grid, values, options)

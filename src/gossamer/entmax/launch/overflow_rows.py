@@ -35,10 +35,6 @@ class OverflowRows(NamedTuple):
     pair_counts: str  # (B H,) int32: the pairs in lists
     zeros: str  # int32: the first two count the tiles of Hopper kernels
 
-    def listed(self, b: Builder) -> tuple[Any, ...]:
-        """The arguments of the kernel that writes them."""
-        return (*self, b[self.zeros].shape[0])
-
     def drawn(self, b: Builder) -> str:
         """The counters of Hopper kernels, (2,)."""
         return self.zeros if b[self.zeros].shape == (2,) else b.view("drawn", self.zeros, (2,), (1,))
@@ -76,14 +72,15 @@ def large(
         {"R": GROUP_ROWS, "STEP": 256, "num_warps": 8},
     )  # fmt: skip
     options = common(c)
-    del options["E"], options["BLOCK_E"]
+    del options["E"], options["BLOCK_E"]  # which are no constants of the kernel
     small = padded(c.D) * BYTES[c.dtype] <= 256
     step(
         b, large_kernel, (n, heads),
         (
-            c.q, c.k, "steepness", *c.seen_by, "groups", "group_counts", lists.counts, *stats.arrays, lists.keys,
-            lists.weights, *c.strides(c.q, c.k, "q_positions", "k_positions"), first_head, c.H, c.Q, c.K, c.offset,
-            c.top_k, first_listed, c.scale,
+            c.q, c.k, "steepness", (*c.seen_by, "groups", "group_counts"),
+            (lists.counts, *stats.arrays, lists.keys, lists.weights),
+            c.strides(c.q, c.k, "q_positions", "k_positions"), first_head, c.H,
+            (c.Q, c.K, c.offset, c.top_k, first_listed, c.scale),
         ),
         options | {"L": c.listed, "KEYS": only_keys, "TOLD": stats.requested, "R": GROUP_ROWS,
                    "STEP": 64 if small else 32, "A": value_of(c.same), "num_warps": 4,
@@ -159,8 +156,8 @@ def long_rows(c: KernelCall, rows: OverflowRows, stats: Stats) -> None:
     step(
         b, tiled_kernel, (c.B * c.H, -(-c.Q // s.rows)),
         (
-            c.q, c.k, c.v, "steepness", *c.seen_by, rows.list, rows.counts, "out", *stats.arrays,
-            *c.strides(c.q, c.k, c.v, "q_positions", "k_positions"), 0, c.H, c.Q, c.K, c.offset, c.scale,
+            c.q, c.k, c.v, "steepness", (*c.seen_by, rows.list, rows.counts), ("out", *stats.arrays),
+            c.strides(c.q, c.k, c.v, "q_positions", "k_positions"), 0, c.H, (c.Q, c.K, c.offset, c.scale),
         ),
         options
         | {"NEAR": nearness(c), "OUT": True, "TOLD": stats.requested, "SAMPLE": 128 if s.num_stages == 3 else 32},
@@ -184,16 +181,19 @@ def long_rows_backward(c: KernelCall, rows: OverflowRows, dout: str, with_alpha:
     """Add the gradients of the rows without a list."""
     b, key = c.b, by_hopper(c, dout)
     delta = b.array("delta", "float32", (c.rows,))
-    visible, row_list = c.seen_by, (rows.list, rows.counts)
+    row_list = rows.list, rows.counts
+    lo, hi, *_ = visible = c.seen_by
     strided = c.strides(c.q, c.k, c.v, dout, "q_positions", "k_positions")
-    rest = *strided, c.H, c.Q, c.K, c.offset, c.scale
+    numbers = c.Q, c.K, c.offset, c.scale
     s, options = tiles_of(c, "dq")
     step(
         b, tiled_dq_kernel, (c.B * c.H, -(-c.Q // s.rows)),
-        (c.q, c.k, c.v, dout, "steepness", *visible, *row_list, "lam", delta, "dq", "alpha_terms", *rest),
+        (
+            c.q, c.k, c.v, dout, "steepness", (*visible, *row_list), "lam", (delta, "dq", "alpha_terms"), strided, c.H,
+            numbers,
+        ),
         options | {"WITH_ALPHA": with_alpha},
     )  # fmt: skip
-    lo, hi, *_ = visible
     if key is not None:
         b.step(
             c.hopper("long_rows_columns", long_rows_columns_config(*key)), c.q, c.k, c.v, dout, "steepness", lo, hi,
@@ -211,8 +211,8 @@ def long_rows_backward(c: KernelCall, rows: OverflowRows, dout: str, with_alpha:
     step(
         b, tiled_columns_kernel, (c.B * c.G, -(-c.K // s.keys)),
         (
-            c.q, c.k, c.v, dout, "steepness", *visible, *row_list, "lam", delta, ranges, "dk", "dv", *strided, tiles,
-            c.H, c.Q, c.K, c.offset, c.scale,
+            c.q, c.k, c.v, dout, "steepness", (*visible, *row_list), ("lam", delta, ranges), ("dk", "dv"), strided,
+            (tiles, c.H), numbers,
         ),
         options | {"MEMBERS": triton.next_power_of_2(c.group), "SPAN": 128},
     )  # fmt: skip

@@ -102,9 +102,9 @@ def by_triton(
         step(
             b, select_kernel, (part.blocks,),
             (
-                c.q, c.k, "steepness", *c.seen_by, scores, keys, counts,
-                *c.strides(c.q, c.k, "q_positions", "k_positions"), part.first_block, c.H, c.Q, c.K, c.offset, keep,
-                c.scale,
+                c.q, c.k, "steepness", c.seen_by, (scores, keys, counts),
+                c.strides(c.q, c.k, "q_positions", "k_positions"), c.H,
+                (part.first_block, c.Q, c.K, c.offset, keep, c.scale),
             ),
             {"D": c.D, "BLOCK_D": padded(c.D), "GROUP": c.group, "R": way.rows, "STEP": way.step, "C": way.buffer,
              "A": value_of(c.same), "TOP": top, "WEIGHED": not only_keys, "BOUNDS": c.bounds,
@@ -116,7 +116,7 @@ def by_triton(
     step(
         b, finish_kernel, (-(-n // 8),),
         (
-            scores, keys, counts, "steepness", *stats.arrays, *lists, part.first_block, n, c.H, c.Q, c.top_k or c.K,
+            (scores, keys, counts), "steepness", stats.arrays, lists, part.first_block, n, c.H, c.Q, c.top_k or c.K,
             first_listed,
         ),
         {"L": c.listed, "R": way.rows, "RP": 8, "C": way.buffer, "SHORT": min(64, way.buffer), "A": value_of(c.same),

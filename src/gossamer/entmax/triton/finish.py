@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from gossamer.entmax.triton.formulas import cut, longest, middle, newton, ordered, powers
+from gossamer.entmax.triton.parameters import Candidates, RowStats, SupportLists
 from gossamer.entmax.triton.rows import relative
 
 MOST_STEPS = tl.constexpr(60)
@@ -80,57 +81,49 @@ def normalise(s, a, A: tl.constexpr):
 
 @triton.jit
 def finish_rows(
-    scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights, list_counts,
-    keep, L, C: tl.constexpr, A: tl.constexpr, TOP: tl.constexpr, KEYS: tl.constexpr,
-    TOLD: tl.constexpr,
-):  # fmt: skip
+    candidates, stats, lists, n, place, number, o_list, a, m_row, keep, C: tl.constexpr, FORM: tl.constexpr
+):
     """`finish_kernel` over the first C candidates of each row."""
     o = tl.arange(0, C)
     there = o[None, :] < n[:, None]
-    s = tl.load(scores + place[:, None] + o[None, :], mask=there, other=-float("inf"))
-    j = tl.load(keys + place[:, None] + o[None, :], mask=there, other=0)
+    s = tl.load(candidates.scores + place[:, None] + o[None, :], mask=there, other=-float("inf"))
+    j = tl.load(candidates.keys + place[:, None] + o[None, :], mask=there, other=0)
     kept = there
-    if TOP:
+    if FORM.TOP:
         kept = largest(s, j, there, keep)
-    if KEYS:
+    if FORM.KEYS:
         weighed = kept
     else:
-        p, normaliser = normalise(tl.where(kept, s, -float("inf")), a, A)
+        p, normaliser = normalise(tl.where(kept, s, -float("inf")), a, FORM.A)
         weighed = kept & (p != 0.0)
     size = tl.sum(weighed.to(tl.int32), 1)
-    listed = m_row & (n >= 0) & (size <= L)
+    listed = m_row & (n >= 0) & (size <= FORM.L)
     to = o_list[:, None] + tl.cumsum(weighed.to(tl.int32), 1) - 1
-    tl.store(list_keys + to, j, mask=weighed & listed[:, None])
-    tl.store(list_counts + number, tl.where(listed, size, -1), mask=m_row)
-    if not KEYS:
-        tl.store(list_weights + to, p, mask=weighed & listed[:, None])
-    if TOLD:
-        tl.store(lam + number, normaliser, mask=listed)
-        tl.store(support + number, size, mask=listed)
+    tl.store(lists.keys + to, j, mask=weighed & listed[:, None])
+    tl.store(lists.counts + number, tl.where(listed, size, -1), mask=m_row)
+    if not FORM.KEYS:
+        tl.store(lists.weights + to, p, mask=weighed & listed[:, None])
+    if FORM.TOLD:
+        tl.store(stats.lam + number, normaliser, mask=listed)
+        tl.store(stats.support + number, size, mask=listed)
         sure = n >= 0
-        if TOP:
+        if FORM.TOP:
             after = tl.max(tl.where(there & ~kept, s, -float("inf")), 1)
             sure = (after == -float("inf")) | (after <= cut(normaliser, a))
-        tl.store(certified + number, sure, mask=listed)
+        tl.store(stats.certified + number, sure, mask=listed)
 
 
 @triton.jit(do_not_specialize=["first_block", "Q", "n_rows", "keep"])
 def finish_kernel(
-    scores,  # (blocks, R, C) float32
-    keys,  # (blocks, R, C) int32
-    counts,  # (blocks, R) int32: -1 of an overflow row
+    candidates: Candidates,  # whose counts are -1 of an overflow row
     steepness,  # (H,) float32: alpha - 1
-    lam,  # (B, H, Q) float32, to write
-    support,  # (B, H, Q) int32, to write
-    certified,  # (B, H, Q) bool, to write
-    list_keys,  # (rows, L) int32, to write
-    list_weights,  # (rows, L) float32, to write
-    list_counts,  # (B, H, Q) int32, to write: -1 of a row that has no list
-    first_block, n_rows, H, Q, keep, first_listed,
-    L: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr, A: tl.constexpr,
-    TOP: tl.constexpr, KEYS: tl.constexpr, TOLD: tl.constexpr,
+    stats: RowStats,  # to write
+    lists: SupportLists,  # to write
+    first_block, n_rows, H, Q, keep, first_listed, FORM: tl.constexpr,
 ):  # fmt: skip
     """Everything of RP rows but out; `n_rows` are in the buffers, `first_listed` is the row of the first list."""
+    R: tl.constexpr = FORM.R
+    RP: tl.constexpr = FORM.RP
     own = tl.program_id(0) * RP + tl.arange(0, RP)
     blocks = (Q + R - 1) // R
     block = first_block + own // R
@@ -138,17 +131,11 @@ def finish_kernel(
     head = block // blocks
     m_row = (own < n_rows) & (row < Q)
     number = head.to(tl.int64) * Q + row
-    n = tl.load(counts + own, mask=m_row, other=0)
+    n = tl.load(candidates.counts + own, mask=m_row, other=0)
     a = tl.load(steepness + head % H, mask=m_row, other=0.5)
-    place = own.to(tl.int64) * C
-    o_list = (number - first_listed) * L
-    if tl.max(n, 0) <= SHORT:
-        finish_rows(
-            scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights,
-            list_counts, keep, L, SHORT, A, TOP, KEYS, TOLD,
-        )  # fmt: skip
+    place = own.to(tl.int64) * FORM.C
+    o_list = (number - first_listed) * FORM.L
+    if tl.max(n, 0) <= FORM.SHORT:
+        finish_rows(candidates, stats, lists, n, place, number, o_list, a, m_row, keep, FORM.SHORT, FORM)
     else:
-        finish_rows(
-            scores, keys, n, place, number, o_list, a, m_row, lam, support, certified, list_keys, list_weights,
-            list_counts, keep, L, C, A, TOP, KEYS, TOLD,
-        )  # fmt: skip
+        finish_rows(candidates, stats, lists, n, place, number, o_list, a, m_row, keep, FORM.C, FORM)

@@ -11,6 +11,14 @@ import triton
 import triton.language as tl
 
 from gossamer.entmax.triton.formulas import alpha_term, slope
+from gossamer.entmax.triton.parameters import (
+    GatherNumbers,
+    QueryNumbers,
+    QueryResults,
+    QueryStrides,
+    SupportLists,
+    Unlisted,
+)
 from gossamer.entmax.triton.tiles import list_rows
 from gossamer.kernels.triton.gather.pieces import added, dot, load_columns, load_pieces, scaled, store_pieces, zeros
 
@@ -49,53 +57,49 @@ def weights_of(pointers, left, N: tl.constexpr):
     return weights
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "Q", "n_zeros", "heads"])
+@triton.jit(do_not_specialize=["numbers"])
 def gather_out_kernel(
     v,  # (B, G, K, E)
     out,  # (B, H, Q, E), contiguous
-    list_keys,  # (rows, L) int32
-    list_weights,  # (rows, L) float32
-    list_counts,  # (B, H, Q) int32
-    row_list, row_counts, pair_counts, zeros, n_zeros, heads,  # of `list_rows`; `heads` of 0: nothing is listed
-    stride_vb, stride_vh, stride_vn: tl.constexpr, first_row, n_rows, H, Q,
-    L: tl.constexpr, E: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
-    STEP: tl.constexpr,
+    lists: SupportLists,
+    unlisted: Unlisted,
+    stride_b, stride_h,  # of v
+    H,
+    numbers: GatherNumbers,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """out = sum p v of RP rows that have lists."""
-    program = tl.program_id(0) - heads
+    program = tl.program_id(0) - numbers.heads
     if program < 0:
-        list_rows(list_counts, row_list, row_counts, pair_counts, zeros, n_zeros, heads, Q, STEP)
+        list_rows(lists.counts, unlisted, numbers, FORM.STEP)
     else:
-        gather_out(
-            program, v, out, list_keys, list_weights, list_counts, stride_vb, stride_vh, stride_vn, first_row, n_rows,
-            H, Q, L, E, SE, RP, N, GROUP,
-        )  # fmt: skip
+        gather_out(program, v, out, lists, stride_b, stride_h, H, numbers, FORM)
 
 
 @triton.jit
-def gather_out(
-    program, v, out, list_keys, list_weights, list_counts, stride_vb, stride_vh, stride_vn: tl.constexpr, first_row,
-    n_rows, H, Q, L: tl.constexpr, E: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr, N: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
+def gather_out(program, v, out, lists, stride_b, stride_h, H, numbers, FORM: tl.constexpr):
     """`gather_out_kernel` of the RP rows of a program."""
+    E: tl.constexpr = FORM.E
+    SE: tl.constexpr = FORM.SE
+    RP: tl.constexpr = FORM.RP
+    N: tl.constexpr = FORM.N
     own = program * RP + tl.arange(0, RP)
-    m_row = own < n_rows
-    number = first_row + own
-    b64, _, g64, _ = place_of(number, H, Q, GROUP)
+    m_row = own < numbers.n_rows
+    number = numbers.first_row + own
+    b64, _, g64, _ = place_of(number, H, numbers.Q, FORM.GROUP)
     o_e = tl.arange(0, SE)[None, :]
-    v_base = v + (b64 * stride_vb + g64 * stride_vh)[:, None] + o_e
-    left = tl.load(list_counts + number, mask=m_row, other=-1)
+    v_base = v + (b64 * stride_b + g64 * stride_h)[:, None] + o_e
+    left = tl.load(lists.counts + number, mask=m_row, other=-1)
     m_row = left >= 0
     acc = zeros(RP, E, SE)
-    key_at = list_keys + own.to(tl.int64) * L
-    weight_at = list_weights + own.to(tl.int64) * L
+    key_at = lists.keys + own.to(tl.int64) * FORM.L
+    weight_at = lists.weights + own.to(tl.int64) * FORM.L
     some = left > 0
     start = tl.load(key_at, mask=some, other=0)
     for _step in range(0, tl.max(left, 0), N):
         j = keys_of(key_at, left, start, N)
         p = weights_of(weight_at, left, N)
-        b_v = load_columns(v_base, j, stride_vn, E, SE, N)
+        b_v = load_columns(v_base, j, FORM.STREAMED, E, SE, N)
         for c in tl.static_range(N):
             acc = added(acc, p[c], b_v[c], E, SE)
         key_at += N
@@ -104,77 +108,70 @@ def gather_out(
     store_pieces(out + o_e, number.to(tl.int64) * E, m_row, where(some, acc, E, SE), E, SE, True)
 
 
-@triton.jit(do_not_specialize=["n_rows", "Q", "n_zeros", "heads"])
+@triton.jit(do_not_specialize=["numbers"])
 def gather_dq_kernel(
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
     dout,  # (B, H, Q, E)
     steepness,  # (H,) float32
-    dq,  # (B, H, Q, D), contiguous
-    gradients,  # (rows, L, 2) float32, to write: p and dS of each listed pair
-    row_alpha,  # (B, H, Q) float32, to write: the gradient of alpha of each row
-    list_keys,  # (rows, L) int32
-    list_weights,  # (rows, L) float32
-    list_counts,  # (B, H, Q) int32
-    row_list, row_counts, pair_counts, zeros, n_zeros, heads,  # of `list_rows`
-    stride_kb, stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh, stride_vn: tl.constexpr,
-    stride_gb, stride_gh, stride_gn, n_rows, H, Q, scale,
-    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
-    N: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr, WITH_ALPHA: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
+    results: QueryResults,
+    lists: SupportLists,
+    unlisted: Unlisted,
+    strides: QueryStrides,
+    H,
+    numbers: QueryNumbers,
+    FORM: tl.constexpr,
+):
     """dQ of RP rows that have lists, and dS = u (dP - delta) of their pairs: delta = sum u dP / sum u."""
-    program = tl.program_id(0) - heads
+    program = tl.program_id(0) - numbers.heads
     if program < 0:
-        list_rows(list_counts, row_list, row_counts, pair_counts, zeros, n_zeros, heads, Q, STEP)
+        list_rows(lists.counts, unlisted, numbers, FORM.STEP)
     else:
-        gather_dq(
-            program, k, v, dout, steepness, dq, gradients, row_alpha, list_keys, list_weights, list_counts, stride_kb,
-            stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gn, n_rows, H, Q, scale,
-            L, D, E, SD, SE, RP, N, VECTOR, GROUP, A, WITH_ALPHA,
-        )  # fmt: skip
+        gather_dq(program, k, v, dout, steepness, results, lists, strides, H, numbers, FORM)
 
 
 @triton.jit
-def gather_dq(
-    program, k, v, dout, steepness, dq, gradients, row_alpha, list_keys, list_weights, list_counts, stride_kb,
-    stride_kh, stride_kn: tl.constexpr, stride_vb, stride_vh, stride_vn: tl.constexpr, stride_gb, stride_gh, stride_gn,
-    n_rows, H, Q, scale,
-    L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SD: tl.constexpr, SE: tl.constexpr, RP: tl.constexpr,
-    N: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, A: tl.constexpr, WITH_ALPHA: tl.constexpr,
-):  # fmt: skip
+def gather_dq(program, k, v, dout, steepness, results, lists, strides, H, numbers, FORM: tl.constexpr):
     """`gather_dq_kernel` of the RP rows of a program.
 
     One sweep: sum u dP k and sum u k are kept apart until delta is known.
     """
+    D: tl.constexpr = FORM.D
+    E: tl.constexpr = FORM.E
+    SD: tl.constexpr = FORM.SD
+    SE: tl.constexpr = FORM.SE
+    RP: tl.constexpr = FORM.RP
+    N: tl.constexpr = FORM.N
+    VECTOR: tl.constexpr = FORM.VECTOR
+    A: tl.constexpr = FORM.A
     number = program * RP + tl.arange(0, RP)
-    m_row = number < n_rows
+    m_row = number < numbers.n_rows
     number = tl.where(m_row, number, 0)
-    b64, h64, g64, row = place_of(number, H, Q, GROUP)
+    b64, h64, g64, row = place_of(number, H, numbers.Q, FORM.GROUP)
     o_d = tl.arange(0, SD)[None, :]
     o_e = tl.arange(0, SE)[None, :]
-    k_base = k + (b64 * stride_kb + g64 * stride_kh)[:, None] + o_d
-    v_base = v + (b64 * stride_vb + g64 * stride_vh)[:, None] + o_e
-    dout_base = dout + (b64 * stride_gb + h64 * stride_gh)[:, None] + o_e
-    b_dout = load_pieces(dout_base, row * stride_gn, E, SE, True)
+    k_base = k + (b64 * strides.k_b + g64 * strides.k_h)[:, None] + o_d
+    v_base = v + (b64 * strides.v_b + g64 * strides.v_h)[:, None] + o_e
+    dout_base = dout + (b64 * strides.at_dout.b + h64 * strides.at_dout.h)[:, None] + o_e
+    b_dout = load_pieces(dout_base, row * strides.at_dout.n, E, SE, True)
     a = tl.load(steepness + h64)
-    count = tl.load(list_counts + number, mask=m_row, other=-1)
+    count = tl.load(lists.counts + number, mask=m_row, other=-1)
     m_row = count >= 0
     with_dp = zeros(RP, D, SD)
     without = zeros(RP, D, SD)
     sum_dp = tl.zeros([RP], tl.float32)
     sum_u = tl.zeros([RP], tl.float32)
-    o_list = number.to(tl.int64) * L
+    o_list = number.to(tl.int64) * FORM.L
     left = count
-    key_at, weight_at, gradient_at = list_keys + o_list, list_weights + o_list, gradients + 2 * o_list + 1
+    key_at, weight_at, gradient_at = lists.keys + o_list, lists.weights + o_list, results.gradients + 2 * o_list + 1
     most = tl.max(count, 0)
     some = count > 0
     start = tl.load(key_at, mask=some, other=0)
     for _step in range(0, most, N):
         j = keys_of(key_at, left, start, N)
         p = weights_of(weight_at, left, N)
-        b_v = load_columns(v_base, j, stride_vn, E, SE, N)
-        b_k = load_columns(k_base, j, stride_kn, D, SD, N)
+        b_v = load_columns(v_base, j, FORM.STREAMED[1], E, SE, N)
+        b_k = load_columns(k_base, j, FORM.STREAMED[0], D, SD, N)
         for c in tl.static_range(N):
             dp = dot(b_v[c], b_dout, E, SE)
             u = slope(p[c], a, A)
@@ -189,19 +186,19 @@ def gather_dq(
         left -= N
     delta = sum_dp / tl.where(sum_u == 0.0, 1.0, sum_u)
     both = where(some, added(with_dp, -delta, without, D, SD), D, SD)
-    both = scaled(both, tl.zeros([RP], tl.float32) + scale, D, SD)
-    store_pieces(dq + o_d, number.to(tl.int64) * D, m_row, both, D, SD, True)
+    both = scaled(both, tl.zeros([RP], tl.float32) + numbers.scale, D, SD)
+    store_pieces(results.dq + o_d, number.to(tl.int64) * D, m_row, both, D, SD, True)
     tl.debug_barrier()
     o = tl.arange(0, VECTOR)
     of_alpha = tl.zeros([RP], tl.float32)
     for first in range(0, most, VECTOR):
         at = o_list[:, None] + (first + o)[None, :]
         there = (first + o)[None, :] < count[:, None]
-        p = tl.load(list_weights + at, mask=there, other=0.0)
-        rest = tl.load(gradients + 2 * at + 1, mask=there, other=0.0) - delta[:, None]
-        tl.store(gradients + 2 * at, p, mask=there)
-        tl.store(gradients + 2 * at + 1, slope(p, a[:, None], A) * rest, mask=there)
-        if WITH_ALPHA:
+        p = tl.load(lists.weights + at, mask=there, other=0.0)
+        rest = tl.load(results.gradients + 2 * at + 1, mask=there, other=0.0) - delta[:, None]
+        tl.store(results.gradients + 2 * at, p, mask=there)
+        tl.store(results.gradients + 2 * at + 1, slope(p, a[:, None], A) * rest, mask=there)
+        if FORM.WITH_ALPHA:
             of_alpha += tl.sum(tl.where(there, alpha_term(p, a[:, None]) * rest, 0.0), 1)
-    if WITH_ALPHA:
-        tl.store(row_alpha + number, of_alpha, mask=m_row)
+    if FORM.WITH_ALPHA:
+        tl.store(results.row_alpha + number, of_alpha, mask=m_row)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from gossamer.entmax.triton.finish import EPS, LAST, MOST_STEPS
 from gossamer.entmax.triton.formulas import cut, longest, middle, newton, ordered, powers
+from gossamer.entmax.triton.parameters import HeadRows, LargeNumbers, LargeResults, ScoreStrides
 from gossamer.entmax.triton.rows import bounds, key_range, key_tile, load_tile, relative
 
 SAMPLE = tl.constexpr(16)  # the first steps of Newton's method read every so many of the tiles
@@ -46,51 +47,54 @@ def among(s, j, low, tie, few):
     return (s != -float("inf")) & (few[:, None] | largest)
 
 
-@triton.jit(do_not_specialize=["Q", "K", "offset", "keep", "first_listed"])
+@triton.jit(do_not_specialize=["numbers"])
 def large_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
     steepness,  # (H,) float32: alpha - 1
-    lo,  # (Q,) int32
-    hi,  # (Q,) int32
-    q_positions,  # (B, H, Q)
-    k_positions,  # (B, H, K)
-    group_list,  # (B H, groups) int32
-    group_counts,  # (B H,) int32
-    list_counts,  # (B, H, Q) int32: -1 of a row to compute; written
-    lam,  # (B, H, Q) float32, to write
-    support,  # (B, H, Q) int32, to write
-    certified,  # (B, H, Q) bool, to write
-    list_keys,  # (rows, L) int32, to write
-    list_weights,  # (rows, L) float32, to write
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_qpb, stride_qph, stride_qpn,
-    stride_kpb, stride_kph, stride_kpn,
-    first_head, H, Q, K, offset, keep, first_listed, scale,
-    L: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr,
-    STEP: tl.constexpr, A: tl.constexpr, KEYS: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    head_groups: HeadRows,
+    results: LargeResults,
+    strides: ScoreStrides,
+    first_head, H,
+    numbers: LargeNumbers,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """The lists of the rows of a group that have none, and what is known of these rows."""
+    D: tl.constexpr = FORM.D
+    BLOCK_D: tl.constexpr = FORM.BLOCK_D
+    R: tl.constexpr = FORM.R
+    STEP: tl.constexpr = FORM.STEP
+    A: tl.constexpr = FORM.A
+    KEYS: tl.constexpr = FORM.KEYS
+    POSITIONS: tl.constexpr = FORM.POSITIONS
+    PRECISION: tl.constexpr = FORM.PRECISION
+    Q, K, keep = numbers.Q, numbers.K, numbers.keep
     head = first_head + tl.program_id(1)
-    if tl.program_id(0) >= tl.load(group_counts + head):
+    if tl.program_id(0) >= tl.load(head_groups.counts + head):
         return
     groups = (Q + R - 1) // R
-    group = tl.load(group_list + head.to(tl.int64) * groups + tl.program_id(0))
-    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
+    group = tl.load(head_groups.listed + head.to(tl.int64) * groups + tl.program_id(0))
+    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // FORM.GROUP).to(tl.int64)
     rows = group * R + tl.arange(0, R)
     number = head.to(tl.int64) * Q + rows
-    inside = (tl.load(list_counts + number, mask=rows < Q, other=0) < 0) & (rows < Q)
-    b_q = load_tile(q + b64 * stride_qb + h64 * stride_qh, rows, inside, stride_qn, D, BLOCK_D)
-    k_base = k + b64 * stride_kb + g64 * stride_kh
+    inside = (tl.load(results.list_counts + number, mask=rows < Q, other=0) < 0) & (rows < Q)
+    b_q = load_tile(q + b64 * strides.at_q.b + h64 * strides.at_q.h, rows, inside, strides.at_q.n, D, BLOCK_D)
+    k_base = k + b64 * strides.at_k.b + g64 * strides.at_k.h
     a = tl.zeros([R], tl.float32) + tl.load(steepness + head % H)
-    first, last = bounds(rows, inside, lo, hi, offset, K, BOUNDS)
+    first, last = bounds(rows, inside, head_groups.lo, head_groups.hi, numbers.offset, K, FORM.BOUNDS)
     at = rows
-    kp_base = k_positions
+    kp_base = head_groups.k_positions
     if POSITIONS:
-        at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside)
-        kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
+        at = tl.load(
+            head_groups.q_positions
+            + b64 * strides.at_q_positions.b
+            + h64 * strides.at_q_positions.h
+            + rows.to(tl.int64) * strides.at_q_positions.n,
+            mask=inside,
+        )
+        kp_base = head_groups.k_positions + b64 * strides.at_k_positions.b + h64 * strides.at_k_positions.h
     begin, tiles = key_range(first, last, inside, K, STEP)
-    scores_of = (b_q, k_base, stride_kn, first, last, at, kp_base, stride_kpn, scale, K)
+    scores_of = (b_q, k_base, strides.at_k.n, first, last, at, kp_base, strides.at_k_positions.n, numbers.scale, K)
     o = tl.arange(0, STEP)
 
     top = tl.zeros([R], tl.float32) - float("inf")
@@ -168,33 +172,33 @@ def large_kernel(
     size = tl.zeros([R], tl.int32)
     count = tl.zeros([R], tl.int32)
     after = tl.zeros([R], tl.float32) - float("inf")
-    o_list = (number - first_listed) * L
+    o_list = (number - numbers.first_listed) * FORM.L
     for tile in range(begin, begin + tiles):
         j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
         kept = among(s, j, low, tie, few)
         to = o_list[:, None] + count[:, None] + tl.cumsum(kept.to(tl.int32), 1) - 1
-        tl.store(list_keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
+        tl.store(results.list_keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
         count += tl.sum(kept.to(tl.int32), 1)
         if not KEYS:
             p, _ = powers(relative(tl.where(kept, s, -float("inf")), top + x), a[:, None], A)
             total += tl.sum(p, 1)
             size += tl.sum((kept & (p != 0.0)).to(tl.int32), 1)
-            tl.store(list_weights + to, p, mask=kept)
+            tl.store(results.list_weights + to, p, mask=kept)
             after = tl.maximum(after, tl.max(tl.where(kept, -float("inf"), s), 1))
 
-    tl.store(list_counts + number, count, mask=inside)
+    tl.store(results.list_counts + number, count, mask=inside)
     if not KEYS:
         # A score of inf gives NaN, one of NaN as well.
         whole = tl.where(total == 0.0, 1.0, total)
         tl.debug_barrier()
-        for begin_list in range(0, L, STEP):
+        for begin_list in range(0, FORM.L, STEP):
             at_list = begin_list + o
             there = at_list[None, :] < count[:, None]
-            p = tl.load(list_weights + o_list[:, None] + at_list[None, :], mask=there, other=0.0)
-            tl.store(list_weights + o_list[:, None] + at_list[None, :], p / whole[:, None], mask=there)
-        if TOLD:
+            p = tl.load(results.list_weights + o_list[:, None] + at_list[None, :], mask=there, other=0.0)
+            tl.store(results.list_weights + o_list[:, None] + at_list[None, :], p / whole[:, None], mask=there)
+        if FORM.TOLD:
             found = tl.where(number_seen == 0, float("inf"), top + x) + (total - total)
-            tl.store(lam + number, found, mask=inside)
-            tl.store(support + number, size, mask=inside)
+            tl.store(results.lam + number, found, mask=inside)
+            tl.store(results.support + number, size, mask=inside)
             sure = (after == -float("inf")) | (after <= cut(found, a))
-            tl.store(certified + number, sure, mask=inside)
+            tl.store(results.certified + number, sure, mask=inside)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gossamer.entmax.triton.formulas import LOWEST, MARGIN, cut, middle, newton, ordered, powers, unordered
+from gossamer.entmax.triton.parameters import Candidates, ScoreStrides, SelectNumbers, VisibleKeys
 from gossamer.entmax.triton.rows import bounds, key_range, key_tile, load_tile, relative
 
 STEPS = tl.constexpr(4)  # of Newton's method for a bound
@@ -64,59 +65,63 @@ def drawn(counters, mask, PTX: tl.constexpr):
     return before
 
 
-@triton.jit(do_not_specialize=["first_block", "Q", "K", "offset", "keep"])
+@triton.jit(do_not_specialize=["numbers"])
 def select_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
     steepness,  # (H,) float32: alpha - 1
-    lo,  # (Q,) int32
-    hi,  # (Q,) int32
-    q_positions,  # (B, H, Q)
-    k_positions,  # (B, H, K)
-    scores,  # (blocks, R, C) float32, to write
-    keys,  # (blocks, R, C) int32, to write
-    counts,  # (blocks, R) int32, zero before: the contenders of each row, of which the first C are kept
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-    stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
-    first_block, H, Q, K, offset, keep, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
-    A: tl.constexpr, TOP: tl.constexpr, WEIGHED: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    visible: VisibleKeys,
+    candidates: Candidates,  # to write; counts, zero before, are of the contenders, of which the first C are kept
+    strides: ScoreStrides,
+    H,
+    numbers: SelectNumbers,
+    FORM: tl.constexpr,
+):
     """The contenders of R rows; blocks count over (B, H, blocks of R rows), the last rows of a head first."""
+    D: tl.constexpr = FORM.D
+    BLOCK_D: tl.constexpr = FORM.BLOCK_D
+    R: tl.constexpr = FORM.R
+    STEP: tl.constexpr = FORM.STEP
+    Q, K = numbers.Q, numbers.K
     own = tl.program_id(0).to(tl.int64)
     blocks = (Q + R - 1) // R
-    block = first_block + tl.program_id(0)
+    block = numbers.first_block + tl.program_id(0)
     head, start = block // blocks, (blocks - 1 - block % blocks) * R
-    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
+    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // FORM.GROUP).to(tl.int64)
     rows = start + tl.arange(0, R)
     inside = rows < Q
-    b_q = load_tile(q + b64 * stride_qb + h64 * stride_qh, rows, inside, stride_qn, D, BLOCK_D)
-    k_base = k + b64 * stride_kb + g64 * stride_kh
+    b_q = load_tile(q + b64 * strides.at_q.b + h64 * strides.at_q.h, rows, inside, strides.at_q.n, D, BLOCK_D)
+    k_base = k + b64 * strides.at_k.b + g64 * strides.at_k.h
     a = tl.zeros([R], tl.float32) + tl.load(steepness + head % H)
-    first, last = bounds(rows, inside, lo, hi, offset, K, BOUNDS)
+    first, last = bounds(rows, inside, visible.lo, visible.hi, numbers.offset, K, FORM.BOUNDS)
     at = rows
-    kp_base = k_positions
-    if POSITIONS:
-        at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside)
-        kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
+    kp_base = visible.k_positions
+    if FORM.POSITIONS:
+        at = tl.load(
+            visible.q_positions
+            + b64 * strides.at_q_positions.b
+            + h64 * strides.at_q_positions.h
+            + rows.to(tl.int64) * strides.at_q_positions.n,
+            mask=inside,
+        )
+        kp_base = visible.k_positions + b64 * strides.at_k_positions.b + h64 * strides.at_k_positions.h
     begin, tiles = key_range(first, last, inside, K, STEP)
-    scores_of = (b_q, k_base, stride_kn, first, last, at, kp_base, stride_kpn, scale, K)
+    scores_of = (b_q, k_base, strides.at_k.n, first, last, at, kp_base, strides.at_k_positions.n, numbers.scale, K)
     largest = tl.zeros([R, STEP], tl.float32) - float("inf")
     for tile in range(begin, begin + tiles):
-        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, FORM.POSITIONS, FORM.PRECISION)
         largest = tl.maximum(largest, s)
-    bound = bound_of(largest, a, keep, A, TOP, WEIGHED)
+    bound = bound_of(largest, a, numbers.keep, FORM.A, FORM.TOP, FORM.WEIGHED)
     place = own * R + tl.arange(0, R)
     for tile in range(begin, begin + tiles):
-        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, POSITIONS, PRECISION)
+        j, s = key_tile(tile, scores_of, STEP, D, BLOCK_D, FORM.POSITIONS, FORM.PRECISION)
         kept = (s >= bound[:, None]) | (s != s)
         own_row = place[:, None] + tl.zeros([R, STEP], tl.int64)
-        n = drawn(counts + own_row, kept, PTX)
-        kept = kept & (n < C)
-        to = own_row * C + n
-        tl.store(scores + to, s, mask=kept)
-        tl.store(keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
+        n = drawn(candidates.counts + own_row, kept, FORM.PTX)
+        kept = kept & (n < FORM.C)
+        to = own_row * FORM.C + n
+        tl.store(candidates.scores + to, s, mask=kept)
+        tl.store(candidates.keys + to, tl.broadcast_to(j[None, :], [R, STEP]), mask=kept)
 
 
 @triton.jit(do_not_specialize=["n_rows"])

@@ -12,12 +12,14 @@ import triton.language as tl
 
 from gossamer.entmax.triton.finish import EPS, MOST_STEPS
 from gossamer.entmax.triton.formulas import longest
+from gossamer.entmax.triton.parameters import ForwardStrides, HeadRows, TileNumbers, TileResults
 from gossamer.entmax.triton.rows import bounds, load_tile
 from gossamer.entmax.triton.tiles import (
     common_range,
     edge_tile,
     line,
     load_rows,
+    positions_of,
     products,
     rows_at,
     score_of,
@@ -54,16 +56,15 @@ def advance(x, F, U, W, low, high, A: tl.constexpr):
 
 
 @triton.jit
-def sums_of(
-    j, scores_of, given, c, d, a, A: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def sums_of(j, scores_of, given, c, d, a, MASKED: tl.constexpr, FORM: tl.constexpr):
     """[R] of the keys j: the sums of weights and of their first two derivatives, and the largest score, on the line."""
+    A: tl.constexpr = FORM.A
     b_q, k_base, stride_kn, K = scores_of
-    z, p, u = weigh(products(b_q, k_base, j, stride_kn, K, D, BLOCK_D, MASKED, PRECISION), c, d[:, None], a, A)
+    x = products(b_q, k_base, j, stride_kn, K, FORM.D, FORM.BLOCK_D, MASKED, FORM.PRECISION)
+    z, p, u = weigh(x, c, d[:, None], a, A)
     w = second(p, u, A)
     if MASKED:
-        seen = seen_by(j, given, MASKED, POSITIONS)
+        seen = seen_by(j, given, MASKED, FORM.POSITIONS)
         z = tl.where(seen, z, -float("inf"))
         p = tl.where(seen, p, 0.0)
         u = tl.where(seen, u, 0.0)
@@ -73,82 +74,71 @@ def sums_of(
 
 
 @triton.jit
-def add_keys(
-    j, sums, scores_of, of_values, given, c, d, a, A: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, OUT: tl.constexpr, TOLD: tl.constexpr, MASKED: tl.constexpr,
-    POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def add_keys(j, sums, scores_of, of_values, given, c, d, a, MASKED: tl.constexpr, FORM: tl.constexpr):
     """What the keys j add to the sums of weights and of their derivatives, to the sizes of supports, and to out."""
     F, U, size, acc = sums
     b_q, k_base, stride_kn, K = scores_of
     v_base, stride_vn = of_values
-    _, p, u = weigh(products(b_q, k_base, j, stride_kn, K, D, BLOCK_D, MASKED, PRECISION), c, d[:, None], a, A)
+    x = products(b_q, k_base, j, stride_kn, K, FORM.D, FORM.BLOCK_D, MASKED, FORM.PRECISION)
+    _, p, u = weigh(x, c, d[:, None], a, FORM.A)
     if MASKED:
-        seen = seen_by(j, given, MASKED, POSITIONS)
+        seen = seen_by(j, given, MASKED, FORM.POSITIONS)
         p = tl.where(seen, p, 0.0)
         u = tl.where(seen, u, 0.0)
-    if TOLD:
+    if FORM.TOLD:
         size += tl.sum((p != 0.0).to(tl.int32), 1)
-    if OUT:
-        b_v = load_rows(v_base, j, K, stride_vn, E, BLOCK_E, MASKED)
-        acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+    if FORM.OUT:
+        b_v = load_rows(v_base, j, K, stride_vn, FORM.E, FORM.BLOCK_E, MASKED)
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=FORM.PRECISION)
     return F + tl.sum(p, 1), U + tl.sum(u, 1), size, acc
 
 
-@triton.jit(do_not_specialize=["Q", "K", "offset", "first_head"])
+@triton.jit(do_not_specialize=["first_head", "numbers"])
 def tiled_kernel(
     q,  # (B, H, Q, D)
     k,  # (B, G, K, D)
     v,  # (B, G, K, E)
     steepness,  # (H,) float32: alpha - 1
-    lo,  # (Q,) int32
-    hi,  # (Q,) int32
-    q_positions,  # (B, H, Q)
-    k_positions,  # (B, H, K)
-    row_list,  # (B H, Q) int32
-    row_counts,  # (B H,) int32
-    out,  # (B, H, Q, E) contiguous, to write
-    lam,  # (B, H, Q) float32, to write
-    support,  # (B, H, Q) int32, to write
-    certified,  # (B, H, Q) bool, to write
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_qpb, stride_qph, stride_qpn, stride_kpb, stride_kph, stride_kpn,
-    first_head, H, Q, K, offset, scale,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
-    R: tl.constexpr, STEP: tl.constexpr, SAMPLE: tl.constexpr, A: tl.constexpr, NEAR: tl.constexpr,
-    OUT: tl.constexpr, TOLD: tl.constexpr, BOUNDS: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    head_rows: HeadRows,
+    results: TileResults,
+    strides: ForwardStrides,
+    first_head,
+    H,
+    numbers: TileNumbers,
+    FORM: tl.constexpr,
+):
     """Everything of a tile of rows; the logarithm of a sum of weights is at most NEAR from 0 before its last step."""
+    R: tl.constexpr = FORM.R
+    STEP: tl.constexpr = FORM.STEP
+    SAMPLE: tl.constexpr = FORM.SAMPLE
+    A: tl.constexpr = FORM.A
+    POSITIONS: tl.constexpr = FORM.POSITIONS
+    Q, K, scale = numbers.Q, numbers.K, numbers.scale
     head = first_head + tl.program_id(0)
     head64 = head.to(tl.int64)
-    tile = (tl.load(row_counts + head) + R - 1) // R - 1 - tl.program_id(1)  # those that see most are first
+    tile = (tl.load(head_rows.counts + head) + R - 1) // R - 1 - tl.program_id(1)  # those that see most are first
     if tile < 0:
         return
-    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // GROUP).to(tl.int64)
-    rows, inside = rows_at(row_list, row_counts, head64, tile, Q, R)
+    b64, h64, g64 = (head // H).to(tl.int64), (head % H).to(tl.int64), (head % H // FORM.GROUP).to(tl.int64)
+    rows, inside = rows_at(head_rows.listed, head_rows.counts, head64, tile, Q, R)
     number = head64 * Q + rows
-    b_q = load_tile(q + b64 * stride_qb + h64 * stride_qh, rows, inside, stride_qn, D, BLOCK_D)
-    k_base = k + b64 * stride_kb + g64 * stride_kh
-    v_base = v + b64 * stride_vb + g64 * stride_vh
+    b_q = load_tile(q + b64 * strides.at_q.b + h64 * strides.at_q.h, rows, inside, strides.at_q.n, FORM.D, FORM.BLOCK_D)
+    k_base = k + b64 * strides.at_k.b + g64 * strides.at_k.h
+    v_base = v + b64 * strides.at_v.b + g64 * strides.at_v.h
     a = tl.load(steepness + head % H)
-    first, last = bounds(rows, inside, lo, hi, offset, K, BOUNDS)
-    at = rows
-    kp_base = k_positions
-    if POSITIONS:
-        at = tl.load(q_positions + b64 * stride_qpb + h64 * stride_qph + rows.to(tl.int64) * stride_qpn, mask=inside,
-                     other=-1)  # fmt: skip
-        kp_base = k_positions + b64 * stride_kpb + h64 * stride_kph
+    first, last = bounds(rows, inside, head_rows.lo, head_rows.hi, numbers.offset, K, FORM.BOUNDS)
+    at, kp_base = positions_of(rows, inside, b64, h64, head_rows, strides, POSITIONS)
     begin, middle, middle_end, end = common_range(first, last, inside, K, STEP)
     if POSITIONS:
         middle, middle_end = begin, begin
     edges = middle - begin + end - middle_end
-    given = (first, last, at, kp_base, stride_kpn, K)
-    scores_of = (b_q, k_base, stride_kn, K)
+    given = (first, last, at, kp_base, strides.at_k_positions.n, K)
+    scores_of = (b_q, k_base, strides.at_k.n, K)
 
     # An estimate from keys at equal distances.
     span = tl.maximum(end - begin, 1).to(tl.int64) * STEP
     some = begin * STEP + (tl.arange(0, SAMPLE) * span // SAMPLE).to(tl.int32)
-    x = products(b_q, k_base, some, stride_kn, K, D, BLOCK_D, True, PRECISION)
+    x = products(b_q, k_base, some, strides.at_k.n, K, FORM.D, FORM.BLOCK_D, True, FORM.PRECISION)
     in_sight = seen_by(some, given, True, POSITIONS)
     top = tl.max(tl.where(in_sight, x * scale, -float("inf")), 1)
     in_sample = tl.sum(in_sight.to(tl.float32), 1)
@@ -181,11 +171,11 @@ def tiled_kernel(
         z = tl.zeros([R], tl.float32) - float("inf")
         for i in range(edges):
             j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
-            f, s, t, m = sums_of(j, scores_of, given, c, d, a, A, D, BLOCK_D, True, POSITIONS, PRECISION)
+            f, s, t, m = sums_of(j, scores_of, given, c, d, a, True, FORM)
             F, U, W, z = F + f, U + s, W + t, tl.maximum(z, m)
         for n in range(middle, middle_end):
             j = n * STEP + tl.arange(0, STEP)
-            f, s, t, m = sums_of(j, scores_of, given, c, d, a, A, D, BLOCK_D, False, POSITIONS, PRECISION)
+            f, s, t, m = sums_of(j, scores_of, given, c, d, a, False, FORM)
             F, U, W, z = F + f, U + s, W + t, tl.maximum(z, m)
         top = score_of(z, lam_row, a, A)
         slack = 1e-5 * (1.0 + tl.abs(top))
@@ -194,7 +184,7 @@ def tiled_kernel(
         low = tl.where(F >= 1.0, tl.maximum(low, lam_row), low)
         high = tl.where(F < 1.0, tl.minimum(high, lam_row), high)
         new = advance(lam_row, F, U, W, low, high, A)
-        going = (tl.abs(tl.log(F)) > NEAR) & (high > low) & inside
+        going = (tl.abs(tl.log(F)) > FORM.NEAR) & (high > low) & inside
         new = tl.where(top == -float("inf"), 0.0, new)
         lam_row = tl.where((F == F) & (new == new), new, lam_row)  # of NaN nothing is found
         step += 1
@@ -204,26 +194,28 @@ def tiled_kernel(
     F = tl.zeros([R], tl.float32)
     U = tl.zeros([R], tl.float32)
     size = tl.zeros([R], tl.int32)
-    acc = tl.zeros([R, BLOCK_E], tl.float32)
+    acc = tl.zeros([R, FORM.BLOCK_E], tl.float32)
     sums = (F, U, size, acc)
-    of_values = (v_base, stride_vn)
+    of_values = (v_base, strides.at_v.n)
     for i in range(edges):
         j = edge_tile(i, begin, middle, middle_end) * STEP + tl.arange(0, STEP)
-        sums = add_keys(j, sums, scores_of, of_values, given, c, d, a, A, D, E, BLOCK_D, BLOCK_E, OUT, TOLD, True,
-                        POSITIONS, PRECISION)  # fmt: skip
+        sums = add_keys(j, sums, scores_of, of_values, given, c, d, a, True, FORM)
     for n in range(middle, middle_end):
         j = n * STEP + tl.arange(0, STEP)
-        sums = add_keys(j, sums, scores_of, of_values, given, c, d, a, A, D, E, BLOCK_D, BLOCK_E, OUT, TOLD, False,
-                        POSITIONS, PRECISION)  # fmt: skip
+        sums = add_keys(j, sums, scores_of, of_values, given, c, d, a, False, FORM)
     F, U, size, acc = sums
 
-    if OUT:
-        o_e = tl.arange(0, BLOCK_E)
-        result = (acc / tl.where(F == 0.0, 1.0, F)[:, None]).to(out.dtype.element_ty)
-        tl.store(out + number[:, None] * E + o_e[None, :], result, mask=inside[:, None] & (o_e < E)[None, :])
-    if TOLD:
+    if FORM.OUT:
+        o_e = tl.arange(0, FORM.BLOCK_E)
+        result = acc / tl.where(F == 0.0, 1.0, F)[:, None]
+        tl.store(
+            results.out + number[:, None] * FORM.E + o_e[None, :],
+            result,
+            mask=inside[:, None] & (o_e < FORM.E)[None, :],
+        )
+    if FORM.TOLD:
         log = tl.log(F)
         lam_row += tl.where(tl.abs(log) < 0.1, log * F / U, F - F)
-        tl.store(lam + number, tl.where(F == 0.0, float("inf"), lam_row), mask=inside)
-        tl.store(support + number, size, mask=inside)
-        tl.store(certified + number, inside, mask=inside)
+        tl.store(results.lam + number, tl.where(F == 0.0, float("inf"), lam_row), mask=inside)
+        tl.store(results.support + number, size, mask=inside)
+        tl.store(results.certified + number, inside, mask=inside)

@@ -14,19 +14,19 @@ FAST = tl.constexpr(-2.0)  # a number for all heads, known when a kernel is run,
 
 
 @triton.jit
-def list_rows(
-    list_counts,  # (B, H, Q) int32: -1 of a row without a list
-    row_list,  # (B H, Q) int32, to write: these rows, ascending
-    row_counts,  # (B H,) int32, to write
-    pair_counts,  # (B H,) int32, to write: the pairs in lists
-    zeros,  # (n_zeros,) int32, to write: 0, for the kernels that follow
-    n_zeros, heads, Q, STEP: tl.constexpr,
-):  # fmt: skip
-    """The rows of a head that have no list: one of the first `heads` programs of a kernel whose others do more."""
+def list_rows(list_counts, unlisted, numbers, STEP: tl.constexpr):
+    """List the rows of a head that have no list: one of the first `heads` programs of a kernel whose others do more.
+
+    Args:
+        list_counts: (B, H, Q) int32: -1 of a row without a list.
+        unlisted: `parameters.Unlisted`, to write.
+        numbers: `parameters.GatherNumbers`.
+    """
+    n_zeros, heads, Q = numbers.n_zeros, numbers.heads, numbers.Q
     head = tl.program_id(0).to(tl.int64)
     for first in range(tl.program_id(0) * STEP, n_zeros, heads * STEP):
         at = first + tl.arange(0, STEP)
-        tl.store(zeros + at, tl.zeros([STEP], tl.int32), mask=at < n_zeros)
+        tl.store(unlisted.zeros + at, tl.zeros([STEP], tl.int32), mask=at < n_zeros)
     listed = 0
     pairs = 0
     for first in range(0, Q, STEP):
@@ -35,11 +35,11 @@ def list_rows(
         some = (count < 0).to(tl.int32)
         number = tl.sum(some, 0)
         if number > 0:
-            tl.store(row_list + head * Q + listed + tl.cumsum(some, 0) - 1, row, mask=some > 0)
+            tl.store(unlisted.row_list + head * Q + listed + tl.cumsum(some, 0) - 1, row, mask=some > 0)
         listed += number
         pairs += tl.sum(tl.maximum(count, 0), 0)
-    tl.store(row_counts + head, listed)
-    tl.store(pair_counts + head, pairs)
+    tl.store(unlisted.row_counts + head, listed)
+    tl.store(unlisted.pair_counts + head, pairs)
 
 
 @triton.jit
@@ -48,6 +48,19 @@ def rows_at(row_list, row_counts, head, tile, Q, R: tl.constexpr):
     place = tile * R + tl.arange(0, R)
     inside = place < tl.load(row_counts + head)
     return tl.load(row_list + head * Q + place, mask=inside, other=0), inside
+
+
+@triton.jit
+def positions_of(rows, inside, b64, h64, head_rows, strides, POSITIONS: tl.constexpr):
+    """(the positions of rows [R], where those of the keys of their head begin); without `POSITIONS` as rows count."""
+    at = rows
+    k_positions = head_rows.k_positions
+    if POSITIONS:
+        at_q, at_k = strides.at_q_positions, strides.at_k_positions
+        q_positions = head_rows.q_positions + b64 * at_q.b + h64 * at_q.h + rows.to(tl.int64) * at_q.n
+        at = tl.load(q_positions, mask=inside, other=-1)
+        k_positions = head_rows.k_positions + b64 * at_k.b + h64 * at_k.h
+    return at, k_positions
 
 
 @triton.jit

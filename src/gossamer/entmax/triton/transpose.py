@@ -34,13 +34,15 @@ def order_keys_kernel(
     order,  # (B G K,) int32, to write: keys, of each chunk those with the most pairs first
     K,
     head_pairs,  # places for the pairs of a key head
-    GROUP: tl.constexpr, SEGMENTS: tl.constexpr, LONG: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    FORM: tl.constexpr,
+):
     """Where the pairs of a chunk of STEP keys are, from their number by cell, and the order in which keys are computed.
 
     A chunk waits for the sums of those before it, whose programs have begun earlier. Keys that are computed in parts,
     which have no pairs left, come last.
     """
+    STEP: tl.constexpr = FORM.STEP
+    SEGMENTS: tl.constexpr = FORM.SEGMENTS
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     head = tl.program_id(1).to(tl.int64)
@@ -53,7 +55,7 @@ def order_keys_kernel(
         of_cell = tl.load(at, mask=there, other=0)
         tl.store(at, number, mask=there)
         number += of_cell
-    length = length_of(pair_counts, head, tl.num_programs(1), GROUP, LONG, HALF)
+    length = length_of(pair_counts, head, tl.num_programs(1), FORM.GROUP, FORM.LONG, FORM.HALF)
     parts = tl.where(number > length, (number + length - 1) // length, 0)
     sums += head * chunks * 2
     tl.atomic_xchg(sums + 2 * chunk, tl.sum(number, 0) + 1)
@@ -84,16 +86,15 @@ def order_keys_kernel(
 
 
 @triton.jit
-def pairs(
-    list_keys, list_counts, H, Q, K, n_rows, L: tl.constexpr, RP: tl.constexpr, VECTOR: tl.constexpr,
-    GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+def pairs(list_keys, list_counts, Q, K, n_rows, FORM: tl.constexpr):
     """(name, key, cell, segment, exists) [RP, VECTOR] of the pairs of some rows; keys of all heads."""
-    number = tl.program_id(0) * RP + tl.arange(0, RP)
-    place = tl.program_id(1) * VECTOR + tl.arange(0, VECTOR)
+    GROUP: tl.constexpr = FORM.GROUP
+    SEGMENTS: tl.constexpr = FORM.SEGMENTS
+    number = tl.program_id(0) * FORM.RP + tl.arange(0, FORM.RP)
+    place = tl.program_id(1) * FORM.VECTOR + tl.arange(0, FORM.VECTOR)
     count = tl.load(list_counts + number, mask=number < n_rows, other=0)
     there = place[None, :] < count[:, None]
-    name = number.to(tl.int64)[:, None] * L + place[None, :]
+    name = number.to(tl.int64)[:, None] * FORM.L + place[None, :]
     key = tl.load(list_keys + name, mask=there, other=0)
     head = number // Q
     owner = head // GROUP  # of the key heads of all batch elements: H is a multiple of GROUP
@@ -109,11 +110,10 @@ def count_kernel(
     list_keys,  # (rows, L) int32
     list_counts,  # (rows,) int32
     cells,  # (B G, SEGMENTS, K) int32, zero before
-    H, Q, K, n_rows,
-    L: tl.constexpr, RP: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
+    Q, K, n_rows, FORM: tl.constexpr,
 ):  # fmt: skip
     """The number of pairs of each cell."""
-    _, _, cell, _, there = pairs(list_keys, list_counts, H, Q, K, n_rows, L, RP, VECTOR, GROUP, SEGMENTS)
+    _, _, cell, _, there = pairs(list_keys, list_counts, Q, K, n_rows, FORM)
     tl.atomic_add(cells + cell, 1, mask=there, sem="relaxed")
 
 
@@ -124,11 +124,10 @@ def place_kernel(
     begins,  # (B G K,) int32: where each key begins
     cells,  # (B G, SEGMENTS, K) int32: pairs in earlier segments; then also those of the segment
     names,  # (pairs,) int32, to write
-    H, Q, K, n_rows,
-    L: tl.constexpr, RP: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
+    Q, K, n_rows, FORM: tl.constexpr,
 ):  # fmt: skip
     """Every pair into its cell."""
-    name, key, cell, _, there = pairs(list_keys, list_counts, H, Q, K, n_rows, L, RP, VECTOR, GROUP, SEGMENTS)
+    name, key, cell, _, there = pairs(list_keys, list_counts, Q, K, n_rows, FORM)
     place = tl.load(begins + key, mask=there, other=0) + tl.atomic_add(cells + cell, 1, mask=there, sem="relaxed")
     tl.store(names + place, name.to(tl.int32), mask=there)
 
@@ -141,16 +140,15 @@ def order_kernel(
     cells,  # (B G, SEGMENTS, K) int32: where each cell of a key ends
     names,  # (pairs,) int32
     ordered_names,  # (pairs,) int32, to write
-    H, Q, K, n_rows,
-    L: tl.constexpr, RP: tl.constexpr, VECTOR: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr,
+    Q, K, n_rows, FORM: tl.constexpr,
 ):  # fmt: skip
     """The pairs of each cell in the order of their names."""
-    name, key, cell, segment, there = pairs(list_keys, list_counts, H, Q, K, n_rows, L, RP, VECTOR, GROUP, SEGMENTS)
+    name, key, cell, segment, there = pairs(list_keys, list_counts, Q, K, n_rows, FORM)
     begin = tl.load(begins + key, mask=there, other=0)
     end = begin + tl.load(cells + cell, mask=there, other=0)
     begin += tl.load(cells + cell - K, mask=there & (segment > 0), other=0)
     name = name.to(tl.int32)
-    before = tl.zeros([RP, VECTOR], tl.int32)
+    before = tl.zeros([FORM.RP, FORM.VECTOR], tl.int32)
     for i in range(tl.max(tl.max(tl.where(there, end - begin, 0), 1), 0)):
         other = tl.load(names + begin + i, mask=there & (begin + i < end), other=0x7FFFFFFF)
         before += (other < name).to(tl.int32)
