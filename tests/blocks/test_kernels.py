@@ -167,34 +167,34 @@ def test_many_blocks_and_long_lists() -> None:
 
 COMPILE = """
 import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from gossamer.blocks.triton import choose_kernel, score_kernels
+from gossamer.kernels.relaunch import PLAIN, Pointer, compiled_for, parameters
 from gossamer.kernels.triton.config import SHARED_MEMORY
-from tests.support.host_reads import nothing_waits
 sm = int(sys.argv[1])
-def made(kernel, warps, **constants):
-    types = dict.fromkeys(("q_means", "k_means", "scores", "covered"), "*fp32") | {"keys": "*i64", "indices": "*i32"}
-    types |= dict.fromkeys(("q", "k", "least", "most"), "*" + constants.pop("kind", "bf16"))
-    types |= dict.fromkeys(("scale", "top_p"), "fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    pointers = [(at,) for at, name in enumerate(kernel.arg_names) if signature[name][0] == "*"]
-    attributes = dict.fromkeys(pointers, [["tt.divisibility", 16]])
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    assert compiled.metadata.shared <= SHARED_MEMORY[sm], (kernel, constants, compiled.metadata.shared)
+def made(kernel, warps, kind="bfloat16", **values):
+    types = dict.fromkeys(("q_means", "k_means", "scores", "covered"), "float32")
+    types |= {"keys": "int64", "indices": "int32"}
+    types |= dict.fromkeys(("q", "k", "least", "most"), kind)
+    values |= dict.fromkeys(("scale", "top_p"), 0.5)
+    signature = [
+        field(*(PLAIN for _ in field._fields)) if field
+        else Pointer(types[name], True) if name in types
+        else values.get(name, PLAIN)
+        for name, field in parameters(kernel).items()
+    ]
+    compiled = compiled_for(kernel, signature, {"num_warps": warps, "enable_fp_fusion": True}, sm)
+    assert compiled.metadata.shared <= SHARED_MEMORY[sm], (kernel, values, compiled.metadata.shared)
     return compiled.asm["ptx"]
-for kind, D, block in (("bf16", 128, 64), ("fp16", 256, 128), ("fp32", 80, 128)):
-    sizes = {"kind": kind, "BLOCK": block, "D": D, "DP": 1 << (D - 1).bit_length()}
-    made(score_kernels.mean_kernel, 4, TIMES=2, **sizes)
-    made(score_kernels.extremes_kernel, 4, **sizes)
-    made(score_kernels.mean_score_kernel, 4, CAUSAL=True, PART=16, ROWS=64, COLUMNS=64, PRECISION="ieee", **sizes)
-    sizes |= {"WHOLE": kind != "fp32", "PART": 16, "COLUMNS": 128 if D == 128 else 64}
-    made(score_kernels.bound_kernel, block // 16, TIMES=2, CAUSAL=True, **sizes)
+for kind, D, block in (("bfloat16", 128, 64), ("float16", 256, 128), ("float32", 80, 128)):
+    sizes = block, D, 1 << (D - 1).bit_length()
+    made(score_kernels.mean_kernel, 4, kind, FORM=score_kernels.MeanForm(2, *sizes))
+    made(score_kernels.extremes_kernel, 4, kind, **dict(zip(("BLOCK", "D", "DP"), sizes)))
+    made(score_kernels.mean_score_kernel, 4, kind, FORM=score_kernels.ScoreForm(True, *sizes, 16, 64, 64, "ieee"))
+    form = score_kernels.BoundForm(2, True, kind != "float32", *sizes, 16, 128 if D == 128 else 64)
+    made(score_kernels.bound_kernel, block // 16, kind, FORM=form)
 for columns, held, warps in ((512, 64, 1), (16384, 2048, 16)):
-    ptx = made(choose_kernel.choose_kernel, warps, CAUSAL=True, PART=True, BLOCK=64, CP=columns, NP=held).splitlines()
+    form = choose_kernel.ChoiceForm(True, True, 64, columns, held)
+    ptx = made(choose_kernel.choose_kernel, warps, FORM=form).splitlines()
     at = [i for i, line in enumerate(ptx) if "st.global" in line and "b64" in line]
     read = min(i for i, line in enumerate(ptx) if "ld.global" in line and "b64" in line)
     # What other threads wrote is read, behind a barrier.

@@ -155,7 +155,7 @@ work = []
 def launch(function, grid, *given, **named):
     given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
     facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
-    work.append((function, facts, named))
+    work.append((function, relaunch.without_values(function, facts), named))
 
 bounds.launch = launch
 wide, narrow, edges = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8), torch.zeros(9).int()

@@ -299,42 +299,41 @@ def test_in_interpreter():
 
 COMPILE = """
 import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from gossamer.kernels.hopper.schedule import item_kernels as items
+from gossamer.kernels.relaunch import PLAIN, Pointer, compiled_for, filled, parameters
 from gossamer.kernels.structure import block_kernels as blocks
 from gossamer.kernels.structure import interval_kernels as intervals
 from gossamer.kernels.structure import union_kernels as unions
 
 work = []
 for two in (False, True):
-    kinds = {"KINDS": 1 + two, "KEPT": two}
-    flags = {"HAS_COUNTS": two, "BOUNDED": two, "BLOCK": 64, "LISTS": 8, "ENTRIES": 128, "WORDS": 64}
-    work.append((blocks.order_kernel, {**kinds, **flags}))
-    flags |= {"ENTRIES": 1024, "QUERIES": 64 if two else 4}
-    work.append((unions.union_kernel, flags))
-    work += [(kernel, {**kinds, "ROWS": 256, "COLUMNS": 8}) for kernel in (blocks.count_kernel, blocks.place_kernel)]
-    sizes = {"SIZES": 64, "MIDDLE": 32, "HALVINGS": 20, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
-    sizes |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "MERGE": 8}
-    flags = {"CUT": not two, "BY_COPY": two, "ITEM": 16, "SEGMENT": 8}
-    work += [(kernel, {**sizes, **flags}) for kernel in (items.few_kernel, items.many_kernel)]
-sizes |= {"BINS": 2048, "ITEMS": 1024}
-work += [(items.length_kernel, sizes), (intervals.turn_kernel, {"COLUMNS": 256})]
-tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "ROWS": 128, "COLUMNS": 128}
-work += [(intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
-numbers = {*blocks.SIZES, *blocks.STRIDES, *unions.SIZES, *unions.STRIDES, *items.PLAIN, *intervals.SIZES}
-numbers |= {"parts", "ratio"}
-for kernel, constants in work:
-    constants = {"SUMS": 256, **constants}
-    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    signature = {name: "i32" if name in numbers else "*i32" for name in kernel.arg_names}
-    signature |= {"slack": "fp32", "totals": "*i64"} if "slack" in signature else {}
-    signature |= {"indices": "*i64", "counts": "*u8"} if kernel in (blocks.order_kernel, unions.union_kernel) else {}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    values = {
+        "KINDS": 1 + two, "KEPT": two, "HAS_COUNTS": two, "BOUNDED": two, "BLOCK": 64, "LISTS": 8, "ENTRIES": 128,
+        "WORDS": 64, "QUERIES": 64 if two else 4, "ROWS": 256, "COLUMNS": 8, "SUMS": 256,
+    }
+    work.append((blocks.order_kernel, filled(blocks.OrderForm, values)))
+    work.append((unions.union_kernel, filled(unions.UnionForm, values | {"ENTRIES": 1024})))
+    form = filled(blocks.ColumnForm, values)
+    work += [(blocks.count_kernel, form), (blocks.place_kernel, form)]
+    values = {"SIZES": 64, "MIDDLE": 32, "HALVINGS": 20, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
+    values |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "MERGE": 8}
+    values |= {"CUT": not two, "BY_COPY": two, "ITEM": 16, "SEGMENT": 8, "BINS": 2048, "ITEMS": 1024}
+    work.append((items.few_kernel, filled(items.FewForm, values)))
+    work.append((items.many_kernel, filled(items.ManyForm, values)))
+work.append((items.length_kernel, filled(items.LengthForm, values)))
+tile = intervals.IntervalForm(128, 128, 128, 128, 256)
+work += [(intervals.turn_kernel, None), (intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]
+types = {"totals": "int64"}
+for kernel, form in work:
+    given = types | ({"indices": "int64", "counts": "uint8"} if "numbers" in parameters(kernel) else {})
+    values = {"FORM": form, "slack": 0.5, "COLUMNS": 256} | dict.fromkeys(kernel.do_not_specialize or (), PLAIN)
+    signature = [
+        kind(*(PLAIN for _ in kind._fields)) if kind
+        else values[name] if name in values
+        else Pointer(given.get(name, "int32"), False)
+        for name, kind in parameters(kernel).items()
+    ]
+    compiled_for(kernel, signature, {"num_warps": 4, "enable_fp_fusion": True}, int(sys.argv[1]))
 """
 
 

@@ -143,6 +143,13 @@ def _like(kind: Any, members: Iterable[Any]) -> Any:
     return type(kind)(*members) if hasattr(kind, "_fields") else tuple(members)
 
 
+def without_values(function: Any, signature: Iterable[Any]) -> tuple[Any, ...]:
+    """A signature whose tuples that a kernel names in `do_not_specialize`, of integers alone, have no values."""
+    plain = getattr(function, "do_not_specialize", None) or ()
+    named = zip(parameters(function), signature, strict=True)
+    return tuple(_like(x, [PLAIN] * len(x)) if name in plain and isinstance(x, tuple) else x for name, x in named)
+
+
 @lru_cache
 def parameters(function: Any) -> dict[str, Any]:
     """A kernel's arguments in order, and the NamedTuple that its annotation names for one that is a tuple."""
@@ -231,7 +238,7 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) 
     The others take a fraction. Equal are those of the same integers, and of tensors of the same types and alignment.
 
     Args:
-        arguments: tensors and numbers, by place.
+        arguments: tensors, numbers and tuples of integers, by place.
         named: other arguments, the kernel's constants, and options of the launch.
     """
     numbers = len(arguments)
@@ -266,4 +273,4 @@ def _kept(
         Pointer(str(x).removeprefix("torch."), next(left)) if isinstance(x, torch.dtype) else 0.5 if x is float else x
         for x in left
     ]
-    return launcher(function, Programs(grid, options, tuple(signature)))
+    return launcher(function, Programs(grid, options, without_values(function, signature)))

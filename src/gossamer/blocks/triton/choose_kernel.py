@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 LEAST: tl.constexpr = tl.constexpr(-(2**31))
 MOST: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+class ChoiceNumbers(NamedTuple):
+    """Numbers of whose values the kernel is compiled for none."""
+
+    Q: int
+    K: int
+    T: int
+    C: int
+    t0: int  # the block of queries of the first row
+    rows: int
+    local: int
+    first: int
+
+
+class ChoiceForm(NamedTuple):
+    """What the kernel is compiled for."""
+
+    CAUSAL: bool
+    PART: bool  # whether `top_p` may leave some out
+    BLOCK: int
+    CP: int  # powers of two that hold C, and n or more
+    NP: int
 
 
 @triton.jit
@@ -43,36 +68,36 @@ def _threshold(key, others, wanted, room):
     return low, reached
 
 
-@triton.jit(do_not_specialize=["Q", "K", "T", "C", "t0", "rows", "local", "first"])
+@triton.jit(do_not_specialize=["numbers"])
 def choose_kernel(
     scores,  # (B * heads, rows, C)
     keys,  # (B * heads, rows, NP) int64, a workspace
     indices,  # (B * heads, T, n) int32
     covered,  # (B * heads, T) float32
-    Q, K, T, C, t0, rows, local, first, n, top_p, CAUSAL: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    CP: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
+    numbers: ChoiceNumbers,
+    n,
+    top_p,
+    FORM: tl.constexpr,
+):
     """One list: the blocks that are always kept, then those of the highest scores, equal ones by ascending position.
 
     A block is one integer: its score, as bits in ascending order, and its place. A threshold is searched that the n
     first reach, and at most NP in all; these are written to `keys` in any order, and sorted.
-
-    Args:
-        t0: the block of queries of the first row.
-        PART: whether `top_p` may leave some out.
-        CP, NP: powers of two that hold C, and n or more.
     """
+    BLOCK: tl.constexpr = FORM.BLOCK
+    NP: tl.constexpr = FORM.NP
+    Q, K, T, C, t0, rows, local, first = numbers
     at = tl.program_id(0).to(tl.int64)
     t = t0 + (at % rows).to(tl.int32)
     end = tl.minimum(t * BLOCK + BLOCK, Q) - 1 + (K - Q)
-    c = tl.arange(0, CP)
+    c = tl.arange(0, FORM.CP)
     visible = c < C
-    if CAUSAL:
+    if FORM.CAUSAL:
         visible &= c * BLOCK <= end
     low_block = tl.maximum(t * BLOCK + (K - Q), 0) // BLOCK
     high_block = tl.maximum(end, 0) // BLOCK
     reach = local
-    if CAUSAL:
+    if FORM.CAUSAL:
         reach = tl.minimum(local, 1)
     near = (c > low_block - local) & (c < tl.where(end >= 0, high_block + reach, 0))
     always = visible & (near | (c < first))
@@ -106,7 +131,7 @@ def choose_kernel(
     total = tl.sum(tl.where(visible, tl.exp(score - most), 0.0), 0)
     total = tl.where(total == 0, float("-inf"), tl.log(tl.where(total == 0, 1.0, total)) + most)
     share = tl.where(used, tl.exp(tl.load(scores + at * C + index, mask=used, other=0.0) - total), 0.0)
-    if PART:
+    if FORM.PART:
         used &= (tl.cumsum(share, 0) - share < top_p) | (j < sure)
     mass = tl.sum(tl.where(used, share, 0.0), 0)
     to = at // rows * T + t

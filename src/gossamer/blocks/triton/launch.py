@@ -7,8 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.blocks.triton.choose_kernel import choose_kernel
-from gossamer.blocks.triton.score_kernels import bound_kernel, extremes_kernel, mean_kernel, mean_score_kernel
+from gossamer.blocks.triton.choose_kernel import ChoiceForm, ChoiceNumbers, choose_kernel
+from gossamer.blocks.triton.score_kernels import (
+    BoundForm,
+    BoundNumbers,
+    MeanForm,
+    MeanNumbers,
+    ScoreForm,
+    ScoreNumbers,
+    TensorStrides,
+    bound_kernel,
+    extremes_kernel,
+    mean_kernel,
+    mean_score_kernel,
+)
 from gossamer.kernels.relaunch import launch
 
 MOST_BLOCKS = 2**14  # blocks of keys, whose scores for a list one program holds
@@ -45,17 +57,18 @@ def choose_blocks(
     # More than n blocks may be sorted: to find a threshold that exactly n reach takes more steps.
     columns, held = power(C, 32), power(2 * n if n <= 128 else n, 16)
     keys = torch.empty(B * heads * step * held, dtype=torch.int64, device=q.device)
-    sizes = {"BLOCK": block, "D": D, "DP": power(D, 16)}
+    sizes = block, D, power(D, 16)
+    at_q, at_k = TensorStrides(*q.stride()), TensorStrides(*k.stride())
     if bound:
         least, most = (torch.empty((B, G, C, D), dtype=q.dtype, device=q.device) for _ in range(2))
-        launch(extremes_kernel, (B * G * C,), k, least, most, *k.stride(), K, C, G, **sizes, num_warps=4)
+        launch(extremes_kernel, (B * G * C,), k, least, most, at_k, K, C, G, *sizes, num_warps=4)
         if scale < 0:
             least, most = most, least
     else:
         q_means, k_means = torch.empty((B, heads, T, D), **wide), torch.empty((B, G, C, D), **wide)
-        launch(mean_kernel, (B * heads * T + B * G * C,),
-            q, k, q_means, k_means, *q.stride(), *k.stride(), Q, K, T, C, heads, G, B * heads * T, TIMES=H // heads,
-            **sizes, num_warps=4,
+        launch(
+            mean_kernel, (B * heads * T + B * G * C,), q, k, q_means, k_means, at_q, at_k,
+            MeanNumbers(Q, K, T, C, heads), G, B * heads * T, FORM=MeanForm(H // heads, *sizes), num_warps=4,
         )  # fmt: skip
     whole = q.dtype != torch.float32
     tile = COLUMNS if whole and D <= 128 else COLUMNS // 2
@@ -63,19 +76,20 @@ def choose_blocks(
         t1 = min(t0 + step, T)
         if bound:
             grid = B * heads * -(-(t1 - t0) // RUN), -(-C // tile)
-            launch(bound_kernel, grid,
-                q, least, most, scores, *q.stride(), Q, K, C, t0, t1, heads, G, scale, RUN, TIMES=H // heads,
-                CAUSAL=causal, WHOLE=whole, PART=PART, COLUMNS=tile, **sizes, num_warps=block // 16,
+            launch(
+                bound_kernel, grid, q, least, most, scores, at_q, BoundNumbers(Q, K, C, t0, t1, heads, G, RUN), scale,
+                FORM=BoundForm(H // heads, causal, whole, *sizes, PART, tile), num_warps=block // 16,
             )  # fmt: skip
         else:
             grid = B * heads * -(-(t1 - t0) // TILE), -(-C // TILE)
-            launch(mean_score_kernel, grid,
-                q_means, k_means, scores, Q, K, T, C, t0, t1, heads, G, scale, CAUSAL=causal, PART=PART, ROWS=TILE,
-                COLUMNS=TILE, PRECISION=PRECISION, **sizes, num_warps=4,
+            launch(
+                mean_score_kernel, grid, q_means, k_means, scores, ScoreNumbers(Q, K, T, C, t0, t1, heads), G, scale,
+                FORM=ScoreForm(causal, *sizes, PART, TILE, TILE, PRECISION), num_warps=4,
             )  # fmt: skip
-        launch(choose_kernel, (B * heads * (t1 - t0),),
-            scores, keys, indices, covered, Q, K, T, C, t0, t1 - t0, local, first, n, 1.0 if top_p is None else top_p,
-            CAUSAL=causal, PART=top_p is not None and top_p < 1, BLOCK=block, CP=columns, NP=held,
+        launch(
+            choose_kernel, (B * heads * (t1 - t0),), scores, keys, indices, covered,
+            ChoiceNumbers(Q, K, T, C, t0, t1 - t0, local, first), n, 1.0 if top_p is None else top_p,
+            FORM=ChoiceForm(causal, top_p is not None and top_p < 1, block, columns, held),
             num_warps=min(16, max(1, columns // 512, held // 128)),
         )  # fmt: skip
     return indices, covered

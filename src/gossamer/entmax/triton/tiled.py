@@ -207,7 +207,7 @@ def tiled_kernel(
 
     if FORM.OUT:
         o_e = tl.arange(0, FORM.BLOCK_E)
-        result = acc / tl.where(F == 0.0, 1.0, F)[:, None]
+        result = (acc / tl.where(F == 0.0, 1.0, F)[:, None]).to(v.dtype.element_ty)
         tl.store(
             results.out + number[:, None] * FORM.E + o_e[None, :],
             result,

@@ -7,14 +7,58 @@ and places the bits of a few columns, rows ascending.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 # Of no argument are other kernels compiled for numbers that something divides: they change from call to call.
-SIZES = ["T", "C", "n", "Q", "K", "heads", "groups", "whole"]
-STRIDES = [
-    "stride_b", "stride_h", "stride_t", "stride_n", "count_b", "count_h", "count_t", "bound_b", "bound_h", "bound_q"
-]  # fmt: skip
+SIZES = ["T", "C", "groups", "whole"]
+
+
+class OrderNumbers(NamedTuple):
+    """The numbers of `order_kernel`."""
+
+    T: int
+    C: int
+    n: int
+    Q: int
+    K: int
+    heads: int
+    groups: int
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_n: int
+    count_b: int
+    count_h: int
+    count_t: int
+    bound_b: int
+    bound_h: int
+    bound_q: int
+
+
+class OrderForm(NamedTuple):
+    """What `order_kernel` is compiled for."""
+
+    HAS_COUNTS: bool
+    BOUNDED: bool
+    KINDS: int
+    KEPT: bool
+    BLOCK: int
+    LISTS: int
+    ENTRIES: int
+    WORDS: int
+
+
+class ColumnForm(NamedTuple):
+    """What the kernels of the transpose are compiled for."""
+
+    KINDS: int
+    KEPT: bool
+    ROWS: int
+    COLUMNS: int
+    SUMS: int
 
 
 @triton.jit
@@ -42,12 +86,10 @@ def _entries(lists, limit, there, j0, C, stride_n, ENTRIES: tl.constexpr):
     return some, tl.where(some, x, 0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=[*SIZES, *STRIDES])
+@triton.jit(do_not_specialize=["numbers"])
 def order_kernel(
-    indices, counts, lo, hi, row_starts, row_counts, row_indices, listed_bits, kept_bits, before, T, C, n, Q, K, heads,
-    groups, stride_b, stride_h, stride_t, stride_n, count_b, count_h, count_t, bound_b, bound_h, bound_q,
-    HAS_COUNTS: tl.constexpr, BOUNDED: tl.constexpr, KINDS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
-    LISTS: tl.constexpr, ENTRIES: tl.constexpr, WORDS: tl.constexpr,
+    indices, counts, lo, hi, row_starts, row_counts, row_indices, listed_bits, kept_bits, before,
+    numbers: OrderNumbers, FORM: tl.constexpr,
 ):  # fmt: skip
     """Some lists of a head: their blocks ascending, the full ones first, and zeros behind; and their bits.
 
@@ -55,12 +97,20 @@ def order_kernel(
         listed_bits, kept_bits: (Bl * Hl, words, T): that a tile is listed, and that all that exists in it is kept.
         before: (2, Bl * Hl, words, T): how many full tiles are in words before each, and how many others.
     """
+    BOUNDED: tl.constexpr = FORM.BOUNDED
+    KINDS: tl.constexpr = FORM.KINDS
+    BLOCK: tl.constexpr = FORM.BLOCK
+    LISTS: tl.constexpr = FORM.LISTS
+    ENTRIES: tl.constexpr = FORM.ENTRIES
+    WORDS: tl.constexpr = FORM.WORDS
+    T, C, n, Q, K, heads, groups = numbers[:7]
+    stride_b, stride_h, stride_t, stride_n, count_b, count_h, count_t, bound_b, bound_h, bound_q = numbers[7:]
     at = tl.program_id(0)
     head, t = at // groups, at % groups * LISTS + tl.arange(0, LISTS)
     there, b, h = t < T, (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     words, row = (C + 31) // 32, head.to(tl.int64) * T + t
     limit = tl.zeros((LISTS,), dtype=tl.int32) + n
-    if HAS_COUNTS:
+    if FORM.HAS_COUNTS:
         given = tl.load(counts + b * count_b + h * count_h + t.to(tl.int64) * count_t, mask=there, other=0)
         limit = tl.minimum(tl.maximum(given.to(tl.int64), 0), n).to(tl.int32)
     lists = indices + b * stride_b + h * stride_h + t.to(tl.int64) * stride_t
@@ -102,7 +152,7 @@ def order_kernel(
         to = line[None, :] + (w0 + word).to(tl.int64) * T
         listed = tl.load(listed_bits + to, mask=some, other=0)
         left = below(first[None, :] - (w0 + word) * 32)
-        if KEPT:
+        if FORM.KEPT:
             tl.store(kept_bits + to, listed & below(behind[None, :] - (w0 + word) * 32) & ~left, mask=some)
         chosen = listed
         if KINDS == 2:
@@ -155,24 +205,30 @@ def _bits(listed_bits, kept_bits, at, t, T, whole, shift, kind: tl.constexpr, KI
     return full & 1 if kind == 0 else listed & ~full & 1
 
 
-@triton.jit(do_not_specialize=SIZES)
-def count_kernel(
-    listed_bits, kept_bits, counts, sums, T, C, groups, whole, KINDS: tl.constexpr, KEPT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """How many rows list each of a few columns: counts (KINDS + 1, Bl * Hl, C), then zeros; sums (KINDS, programs)."""
+@triton.jit
+def _few_columns(T, C, groups, COLUMNS: tl.constexpr):
+    """(program, programs, head, columns, where they are in their words, the first word of each) of a program."""
     at, programs = tl.program_id(0), tl.num_programs(0)
     head, c0 = at // groups, at % groups * COLUMNS
     shift = c0 % 32 + tl.arange(0, COLUMNS)
     line = (head.to(tl.int64) * ((C + 31) // 32) + c0 // 32) * T
-    c = c0 + tl.arange(0, COLUMNS)
+    return at, programs, head, c0 + tl.arange(0, COLUMNS), shift, line
+
+
+@triton.jit(do_not_specialize=SIZES)
+def count_kernel(listed_bits, kept_bits, counts, sums, T, C, groups, whole, FORM: tl.constexpr):
+    """How many rows list each of a few columns: counts (KINDS + 1, Bl * Hl, C), then zeros; sums (KINDS, programs)."""
+    KINDS: tl.constexpr = FORM.KINDS
+    ROWS: tl.constexpr = FORM.ROWS
+    COLUMNS: tl.constexpr = FORM.COLUMNS
+    at, programs, head, c, shift, line = _few_columns(T, C, groups, COLUMNS)
     empty_counts = counts + (KINDS * (programs // groups) + head).to(tl.int64) * C + c
     tl.store(empty_counts, tl.zeros((COLUMNS,), dtype=tl.int32), mask=c < C)
     for kind in tl.static_range(KINDS):
         counted = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
         for t0 in range(0, T, ROWS):
             t = t0 + tl.arange(0, ROWS)
-            counted += _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, KEPT)
+            counted += _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, FORM.KEPT)
         number = tl.sum(counted, 0)
         lists = (programs // groups).to(tl.int64) * C
         tl.store(counts + kind * lists + head.to(tl.int64) * C + c, number, mask=c < C)
@@ -180,16 +236,13 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def place_kernel(
-    listed_bits, kept_bits, counts, sums, starts, indices, T, C, groups, whole, KINDS: tl.constexpr,
-    KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
+def place_kernel(listed_bits, kept_bits, counts, sums, starts, indices, T, C, groups, whole, FORM: tl.constexpr):
     """The rows that list each of a few columns, ascending; lists of a kind follow one another, by head and column."""
-    at, programs = tl.program_id(0), tl.num_programs(0)
-    head, c0 = at // groups, at % groups * COLUMNS
-    shift = c0 % 32 + tl.arange(0, COLUMNS)
-    line = (head.to(tl.int64) * ((C + 31) // 32) + c0 // 32) * T
-    c = c0 + tl.arange(0, COLUMNS)
+    KINDS: tl.constexpr = FORM.KINDS
+    ROWS: tl.constexpr = FORM.ROWS
+    COLUMNS: tl.constexpr = FORM.COLUMNS
+    SUMS: tl.constexpr = FORM.SUMS
+    at, programs, head, c, shift, line = _few_columns(T, C, groups, COLUMNS)
     for kind in tl.static_range(KINDS):
         before = tl.zeros((SUMS,), dtype=tl.int32)
         for s0 in range(0, kind * programs + at, SUMS):
@@ -201,7 +254,7 @@ def place_kernel(
         tl.store(starts + place, start, mask=c < C)
         for t0 in range(0, T, ROWS):
             t = t0 + tl.arange(0, ROWS)
-            placed = _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, KEPT)
+            placed = _bits(listed_bits, kept_bits, line, t, T, whole, shift, kind, KINDS, FORM.KEPT)
             to = start[None, :] + tl.cumsum(placed, 0) - 1
             tl.store(indices + to, tl.broadcast_to(t[:, None], (ROWS, COLUMNS)), mask=placed > 0)
             start += tl.sum(placed, 0)

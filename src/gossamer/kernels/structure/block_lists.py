@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.relaunch import launch
-from gossamer.kernels.structure.block_kernels import count_kernel, order_kernel, place_kernel
+from gossamer.kernels.structure.block_kernels import (
+    ColumnForm,
+    OrderForm,
+    OrderNumbers,
+    count_kernel,
+    order_kernel,
+    place_kernel,
+)
 
 WORD = 32
 LISTS = 8  # of a program: as many words as are read at once
@@ -49,10 +56,10 @@ def block_lists(
     groups = -(-T // LISTS)
     launch(
         order_kernel, (Bl * Hl * groups,), indices, unread if counts is None else counts, unread if lo is None else lo,
-        unread if hi is None else hi, row_starts, row_counts, row_indices, listed_bits, kept_bits, before, T, C, n, Q,
-        K, Hl, groups, *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is
-        not None, KINDS=row_kinds, KEPT=kept, BLOCK=block, LISTS=LISTS, ENTRIES=power(n, WORD, MOST_ENTRIES),
-        WORDS=power(words, LISTS, MOST_WORDS), num_warps=4,
+        unread if hi is None else hi, row_starts, row_counts, row_indices, listed_bits, kept_bits, before,
+        OrderNumbers(T, C, n, Q, K, Hl, groups, *indices.stride(), *count_strides, *bound_strides),
+        FORM=OrderForm(counts is not None, lo is not None, row_kinds, kept, block, LISTS,
+                       power(n, WORD, MOST_ENTRIES), power(words, LISTS, MOST_WORDS)), num_warps=4,
     )  # fmt: skip
     if not transpose:
         none = torch.empty(0, **new)
@@ -62,13 +69,8 @@ def block_lists(
     starts, column_counts = (torch.empty((column_kinds + more, Bl, Hl, C), **new) for more in range(2))
     sums, column_indices = torch.empty(column_kinds * programs, **new), torch.empty(lists * n, **new)
     whole = Q // block
-    constants = {"KINDS": column_kinds, "KEPT": kept, "ROWS": power(T, WORD, ROWS), "COLUMNS": COLUMNS}
-    launch(
-        count_kernel, (programs,), listed_bits, kept_bits, column_counts, sums, T, C, groups, whole, **constants,
-        num_warps=4,
-    )  # fmt: skip
-    launch(
-        place_kernel, (programs,), listed_bits, kept_bits, column_counts, sums, starts, column_indices, T, C, groups,
-        whole, **constants, SUMS=SUMS, num_warps=4,
-    )  # fmt: skip
+    form = ColumnForm(column_kinds, kept, power(T, WORD, ROWS), COLUMNS, SUMS)
+    given, sizes = (listed_bits, kept_bits, column_counts, sums), (T, C, groups, whole)
+    launch(count_kernel, (programs,), *given, *sizes, FORM=form, num_warps=4)
+    launch(place_kernel, (programs,), *given, starts, column_indices, *sizes, FORM=form, num_warps=4)
     return row_starts, row_counts, row_indices, starts, column_counts, column_indices

@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from gossamer.kernels.structure.interval_kernels import at_most
 
-# Of no number are kernels compiled: offsets and reaches change from call to call.
-SIZES = [
-    "Q", "K", "T", "lines", "length", "n", "steps", "chunks", "position", "most", "line_step", "used_step",
-    "offset_step", "start_step", "key_length_step", "left_least", "left_most", "left", "right_least", "right_most",
-    "right", "first", "block", "stride_b", "stride_n", "stride_q", "stride_k", "most_q", "most_k",
-]  # fmt: skip
 MOST: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+# Of no number are kernels compiled: offsets and reaches change from call to call.
+class BoundNumbers(NamedTuple):
+    """The numbers of `bounds_kernel` beside those of `Reaching`."""
+
+    Q: int
+    K: int
+    T: int
+    lines: int
+    length: int
+    n: int
+    steps: int
+    chunks: int
+    position: int  # of the first row, where there are no offsets
+    most: int  # of the magnitude of an offset
+    line_step: int  # 1 where each lead has ids of its own, of `lines`; likewise the other steps, of vectors
+    used_step: int
+    offset_step: int
+    start_step: int
+    key_length_step: int
+
+
+class Reaching(NamedTuple):
+    """The keys that a row reaches: see `bounds.row_bounds`."""
+
+    left_least: int
+    left_most: int
+    left: int
+    right_least: int
+    right_most: int
+    right: int
+    first: int
+    block: int
+
+
+class BoundForm(NamedTuple):
+    """What `bounds_kernel` is compiled for."""
+
+    OF_IDS: bool  # whether runs, edges of documents or of sequences say the keys beside positions
+    OF_DOCUMENTS: bool
+    OF_SEQUENCES: bool
+    HAS_USED: bool
+    HAS_OFFSETS: bool
+    HAS_STARTS: bool
+    HAS_LENGTHS: bool
+    HAS_BLOCK: bool
+    CHUNK: int
+    SUMS: int
 
 
 @triton.jit
@@ -32,7 +77,7 @@ def _narrow(x, least, most):
     return tl.minimum(tl.maximum(x.to(tl.int64), least), most).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["lines", "length", "chunks", "stride_b", "stride_n"])
 def runs_kernel(ids, runs, changes, lines, length, chunks, stride_b, stride_n, CHUNK: tl.constexpr):
     """Where runs of equal ids begin and end, as far as one chunk of a line of ids tells.
 
@@ -70,7 +115,7 @@ def _sort(given, stride, edges, n, most, EDGES: tl.constexpr):
         greatest = tl.max(x, 0)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["n", "stride_q", "stride_k", "most_q", "most_k"])
 def edges_kernel(given_q, given_k, edges, n, stride_q, stride_k, most_q, most_k, EDGES: tl.constexpr):
     """One or two vectors of n edges as they count, (1 or 2, n): in [0, most], none less than one before it."""
     if tl.program_id(0) == 0:
@@ -86,10 +131,9 @@ def _moved(i, least, most, by):
 
 
 @triton.jit
-def _reached(
-    i, K, left_least, left_most, left, right_least, right_most, right, first, block, HAS_BLOCK: tl.constexpr
-):  # fmt: skip
+def _reached(i, K, reach, HAS_BLOCK: tl.constexpr):
     """`Reach.bounds`."""
+    left_least, left_most, left, right_least, right_most, right, first, block = reach
     lo, hi = _moved(i, left_least, left_most, left), _moved(i, right_least, right_most, right)
     if HAS_BLOCK:
         # No remainder of a negative number is taken, which has the sign that a compiler gives it.
@@ -126,59 +170,52 @@ def _of_runs(i, runs, changes, line, lines, length, chunks, CHUNK: tl.constexpr,
     return tl.where(here, lo, outside), tl.where(here, hi, outside)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["numbers", "reach"])
 def bounds_kernel(
-    lo, hi, edges, runs, changes, used, offsets, key_starts, key_lengths, Q, K, T, lines, length, n, steps, chunks,
-    position, most, line_step, used_step, offset_step, start_step, key_length_step, left_least, left_most, left,
-    right_least, right_most, right, first, block, OF_IDS: tl.constexpr, OF_DOCUMENTS: tl.constexpr,
-    OF_SEQUENCES: tl.constexpr, HAS_USED: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_STARTS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_BLOCK: tl.constexpr, CHUNK: tl.constexpr, SUMS: tl.constexpr,
+    lo, hi, edges, runs, changes, used, offsets, key_starts, key_lengths, numbers: BoundNumbers, reach: Reaching,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """lo and hi (leads, Q) of the keys of each row: what operations of torch give in `torch.structure.inputs`.
 
     Args:
         edges: those of `edges_kernel`, n of each vector; used: keys of each sequence; runs, changes: of `runs_kernel`.
-        position: of the first row, where there are no offsets; most: of the magnitude of an offset.
-        line_step: 1 where each lead has ids of its own, of `lines`; likewise the other steps, of vectors.
-        left_least: and the numbers behind it, see `bounds.row_bounds`.
-        OF_IDS, OF_DOCUMENTS, OF_SEQUENCES: what says the keys beside positions: runs, or edges of either; or nothing.
     """
+    CHUNK: tl.constexpr = FORM.CHUNK
+    Q, K, T, lines, length, n, steps, chunks, position, most = numbers[:10]
     lead, r0 = tl.program_id(0) // T, tl.program_id(0) % T * CHUNK
     r = r0 + tl.arange(0, CHUNK)
     b = lead.to(tl.int64)
     i = r + position
-    if HAS_OFFSETS:
-        i = r + _narrow(tl.load(offsets + b * offset_step), -most, most)
-    if OF_SEQUENCES:
+    if FORM.HAS_OFFSETS:
+        i = r + _narrow(tl.load(offsets + b * numbers.offset_step), -most, most)
+    if FORM.OF_SEQUENCES:
         begin, end = tl.load(edges), tl.load(edges + n - 1)
         inner = tl.minimum(tl.maximum(r, begin), end - 1)
         at = tl.minimum(tl.maximum(at_most(edges, n, steps, inner, r < Q) - 1, 0), n - 2)
         base = tl.load(edges + n + at)
         keys = tl.load(edges + n + at + 1) - base
-        if HAS_USED:
-            keys = tl.minimum(keys, _narrow(tl.load(used + at.to(tl.int64) * used_step), 0, K))
+        if FORM.HAS_USED:
+            keys = tl.minimum(keys, _narrow(tl.load(used + at.to(tl.int64) * numbers.used_step), 0, K))
         i = inner - tl.load(edges + at + 1) + keys
-    row_lo, row_hi = _reached(
-        i, K, left_least, left_most, left, right_least, right_most, right, first, block, HAS_BLOCK
-    )
-    if OF_IDS:
-        run_lo, run_hi = _of_runs(i, runs, changes, lead * line_step, lines, length, chunks, CHUNK, SUMS)
+    row_lo, row_hi = _reached(i, K, reach, FORM.HAS_BLOCK)
+    if FORM.OF_IDS:
+        run_lo, run_hi = _of_runs(i, runs, changes, lead * numbers.line_step, lines, length, chunks, CHUNK, FORM.SUMS)
         row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, run_hi)
-    if OF_DOCUMENTS:
+    if FORM.OF_DOCUMENTS:
         run = at_most(edges, n, steps, i, r < Q)
         run_lo, run_hi = tl.load(edges + tl.maximum(run - 1, 0)), tl.load(edges + tl.minimum(run, n - 1))
         row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, run_hi)
-    if OF_SEQUENCES:
+    if FORM.OF_SEQUENCES:
         # Rows of no sequence keep nothing, where the nearest row of one begins or ends.
         row_lo = tl.minimum(row_lo, keys) + base
         row_hi = tl.maximum(row_lo, tl.minimum(row_hi, keys) + base)
         row_lo, row_hi = tl.where(r >= end, row_hi, row_lo), tl.where(r < begin, row_lo, row_hi)
     row_hi = tl.maximum(row_lo, row_hi)
-    if HAS_STARTS:
-        start = _narrow(tl.load(key_starts + b * start_step), 0, K)
+    if FORM.HAS_STARTS:
+        start = _narrow(tl.load(key_starts + b * numbers.start_step), 0, K)
         row_lo, row_hi = tl.maximum(row_lo, start), tl.maximum(row_hi, start)
-    if HAS_LENGTHS:
-        behind = _narrow(tl.load(key_lengths + b * key_length_step), 0, K)
+    if FORM.HAS_LENGTHS:
+        behind = _narrow(tl.load(key_lengths + b * numbers.key_length_step), 0, K)
         row_lo, row_hi = tl.minimum(row_lo, behind), tl.minimum(row_hi, behind)
     tl.store(lo + b * Q + r, row_lo, mask=r < Q)
     tl.store(hi + b * Q + r, row_hi, mask=r < Q)

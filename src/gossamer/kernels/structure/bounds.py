@@ -10,7 +10,14 @@ from torch import Tensor
 
 from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.block_lists import power
-from gossamer.kernels.structure.bound_kernels import bounds_kernel, edges_kernel, runs_kernel
+from gossamer.kernels.structure.bound_kernels import (
+    BoundForm,
+    BoundNumbers,
+    Reaching,
+    bounds_kernel,
+    edges_kernel,
+    runs_kernel,
+)
 from gossamer.kernels.structure.told import DOCUMENTS, IDS, SEQUENCES
 
 CHUNK = 512  # ids of a program, and rows: no more, so that their ids are in two chunks
@@ -35,7 +42,7 @@ def row_bounds(
             key from `first` on; and the size of the block that the row's keys are in, or 0.
     """
     Q, K, length, position, most = sizes
-    *ends, first, block = reach
+    *_, block = reach
     vectors = offset, key_starts, key_lengths
     like, *_ = (x for x in (told, *vectors) if x is not None)
     new: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
@@ -62,10 +69,11 @@ def row_bounds(
     T, read = -(-Q // CHUNK), (used, *vectors)
     steps = [0 if x is None or x.numel() == 1 else x.stride(0) for x in read]
     launch(
-        bounds_kernel, (leads * T,), lo, hi, edges, runs, changes, *(lo if x is None else x for x in read), Q, K, T,
-        lines, length, n, n.bit_length(), chunks, position, most, int(lines > 1), *steps, *ends, first, block,
-        kind == IDS, kind == DOCUMENTS, kind == SEQUENCES, *(x is not None for x in read), block > 0, CHUNK, SUMS,
-        num_warps=4,
+        bounds_kernel, (leads * T,), lo, hi, edges, runs, changes, *(lo if x is None else x for x in read),
+        BoundNumbers(Q, K, T, lines, length, n, n.bit_length(), chunks, position, most, int(lines > 1), *steps),
+        Reaching(*reach),
+        FORM=BoundForm(kind == IDS, kind == DOCUMENTS, kind == SEQUENCES, *(x is not None for x in read), block > 0,
+                       CHUNK, SUMS), num_warps=4,
     )  # fmt: skip
     return lo, hi
 

@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-SIZES = ["rows", "columns", "T", "C", "leads", "steps", "room", "every", "tiles"]
+
+class CountNumbers(NamedTuple):
+    """The numbers of `count_tiles_kernel`, of which it is compiled for none."""
+
+    rows: int
+    columns: int
+    T: int
+    C: int
+    leads: int
+    steps: int
+    every: int
+
+
+class PlaceNumbers(NamedTuple):
+    """Those of `place_tiles_kernel`."""
+
+    rows: int
+    columns: int
+    T: int
+    C: int
+    leads: int
+    room: int
+    every: int
+    tiles: int
+
+
+class IntervalForm(NamedTuple):
+    """What both are compiled for."""
+
+    BLOCK_ROWS: int
+    BLOCK_COLUMNS: int
+    ROWS: int
+    COLUMNS: int
+    SUMS: int
 
 
 @triton.jit
@@ -34,7 +69,7 @@ def _turn(lo, hi, column_lo, column_hi, lead, c, some, rows, columns, steps):
     tl.store(column_hi + column_offset + c, at_most(lo + row_offset, rows, steps, c, some), mask=some)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["rows", "columns", "C", "steps"])
 def turn_kernel(lo, hi, column_lo, column_hi, rows, columns, C, steps, COLUMNS: tl.constexpr):
     """`layouts.device.walks.transposed`."""
     lead, c = tl.program_id(0) // C, tl.program_id(0) % C * COLUMNS + tl.arange(0, COLUMNS)
@@ -89,17 +124,19 @@ def _count(
     tl.store(to + 4 * of_all, number * 0)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def count_tiles_kernel(
-    lo, hi, column_lo, column_hi, of_rows, of_columns, rows, columns, T, C, leads, steps, every,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["numbers"])
+def count_tiles_kernel(lo, hi, column_lo, column_hi, of_rows, of_columns, numbers: CountNumbers, FORM: tl.constexpr):
     """Count the full tiles and the interval tiles of one tile of rows or of columns, and find its first full tile.
 
     Args:
         of_rows, of_columns: (5, Bl * Hl, T or C): first, number, start, count, 0.
         every: the place of tile 0 among the entries.
     """
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_COLUMNS: tl.constexpr = FORM.BLOCK_COLUMNS
+    ROWS: tl.constexpr = FORM.ROWS
+    COLUMNS: tl.constexpr = FORM.COLUMNS
+    rows, columns, T, C, leads, steps, every = numbers
     at = tl.program_id(0)
     if at < leads * T:
         _count(
@@ -119,9 +156,10 @@ def count_tiles_kernel(
 
 @triton.jit
 def _place(
-    lo, hi, told, indices, base, lead, t, tiles, of_all, rows, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, SUMS: tl.constexpr,
+    lo, hi, told, indices, base, tile, rows, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
+    lead, t, tiles, of_all = tile
     line = told + lead.to(tl.int64) * tiles
     before = tl.zeros((SUMS,), dtype=tl.int32)
     for s0 in range(0, t, SUMS):
@@ -140,17 +178,19 @@ def _place(
         tl.store(to + k, end - new + k, mask=k < new)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["numbers"])
 def place_tiles_kernel(
-    lo, hi, column_lo, column_hi, of_rows, of_columns, indices, rows, columns, T, C, leads, room, every, tiles,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr,
-):  # fmt: skip
+    lo, hi, column_lo, column_hi, of_rows, of_columns, indices, numbers: PlaceNumbers, FORM: tl.constexpr
+):
     """The tiles of the interval of one tile, ascending; the lists of a head follow one another.
 
     Args:
         every, tiles: from which place on, and how many, are 0, 1 and so on, of which lists of full tiles are parts.
     """
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_COLUMNS: tl.constexpr = FORM.BLOCK_COLUMNS
+    SUMS: tl.constexpr = FORM.SUMS
+    rows, columns, T, C, leads, room, every, tiles = numbers
     at = tl.program_id(0)
     for k0 in range(at * SUMS, tiles, tl.num_programs(0) * SUMS):
         k = k0 + tl.arange(0, SUMS)
@@ -158,13 +198,13 @@ def place_tiles_kernel(
     if at < leads * T:
         base = (at // T).to(tl.int64) * room
         _place(
-            lo, hi, of_rows, indices, base, at // T, at % T, T, leads.to(tl.int64) * T, rows, BLOCK_ROWS,
-            BLOCK_COLUMNS, ROWS, SUMS,
+            lo, hi, of_rows, indices, base, (at // T, at % T, T, leads.to(tl.int64) * T), rows, BLOCK_ROWS,
+            BLOCK_COLUMNS, FORM.ROWS, SUMS,
         )  # fmt: skip
     else:
         at -= leads * T
         base = (leads + at // C).to(tl.int64) * room
         _place(
-            column_lo, column_hi, of_columns, indices, base, at // C, at % C, C, leads.to(tl.int64) * C, columns,
-            BLOCK_COLUMNS, BLOCK_ROWS, COLUMNS, SUMS,
+            column_lo, column_hi, of_columns, indices, base, (at // C, at % C, C, leads.to(tl.int64) * C), columns,
+            BLOCK_COLUMNS, BLOCK_ROWS, FORM.COLUMNS, SUMS,
         )  # fmt: skip

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.interval_kernels import (
+    CountNumbers,
+    IntervalForm,
+    PlaceNumbers,
     count_tiles_kernel,
     place_tiles_kernel,
     turn_kernel,
@@ -50,14 +53,12 @@ def interval_lists(
     every, tiles = (1 + transpose) * leads * room, max(T, C)
     indices = torch.empty(every + tiles, **new)
     grid = (leads * (T + listed),)
-    blocks = {"BLOCK_ROWS": block_q, "BLOCK_COLUMNS": block_kv}
-    blocks |= {"ROWS": power_of_two(block_q), "COLUMNS": power_of_two(block_kv)}
+    form = IntervalForm(block_q, block_kv, power_of_two(block_q), power_of_two(block_kv), SUMS)
     # Kernels read no pointer of a side that is not asked for, but each has to be one.
     unread = () if transpose else (lo, lo)
     given = lo, hi, *(unread or (column_lo, column_hi)), of_rows, of_columns if transpose else lo
-    launch(count_tiles_kernel, grid, *given, Q, K, T, C, leads, Q.bit_length(), every, **blocks, num_warps=4)
-    launch(
-        place_tiles_kernel, grid, *given, indices, Q, K, T, C, leads, room, every, tiles, **blocks, SUMS=SUMS,
-        num_warps=4,
-    )  # fmt: skip
+    numbers = CountNumbers(Q, K, T, C, leads, Q.bit_length(), every)
+    launch(count_tiles_kernel, grid, *given, numbers, FORM=form, num_warps=4)
+    places = PlaceNumbers(Q, K, T, C, leads, room, every, tiles)
+    launch(place_tiles_kernel, grid, *given, indices, places, FORM=form, num_warps=4)
     return of_rows, of_columns, column_lo, column_hi, indices

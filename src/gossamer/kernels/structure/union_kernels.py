@@ -6,29 +6,58 @@ the rows holds is the union; how many of its bits are set before a key is the pl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from gossamer.kernels.structure.block_kernels import below, popcount
 
-SIZES = ["n_groups", "T", "n", "Q", "K", "heads", "room"]
-STRIDES = [
-    "stride_b", "stride_h", "stride_q", "stride_n", "count_b", "count_h", "count_q", "bound_b", "bound_h", "bound_q"
-]  # fmt: skip
+
+class UnionNumbers(NamedTuple):
+    """The numbers of the kernel, of which it is compiled for none."""
+
+    n_groups: int
+    T: int
+    n: int
+    Q: int
+    K: int
+    heads: int
+    room: int
+    stride_b: int
+    stride_h: int
+    stride_q: int
+    stride_n: int
+    count_b: int
+    count_h: int
+    count_q: int
+    bound_b: int
+    bound_h: int
+    bound_q: int
+
+
+class UnionForm(NamedTuple):
+    """What the kernel is compiled for."""
+
+    HAS_COUNTS: bool
+    BOUNDED: bool
+    QUERIES: int
+    ENTRIES: int
+    WORDS: int
 
 
 @triton.jit
-def _mark(
-    indices, counts, lo, hi, own, b, h, q, n, K, stride_b, stride_h, stride_q, stride_n, count_b, count_h, count_q,
-    bound_b, bound_h, bound_q, HAS_COUNTS: tl.constexpr, BOUNDED: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+def _mark(indices, counts, lo, hi, own, b, h, q, numbers, FORM: tl.constexpr):
     """The keys of one list as bits."""
+    n, K = numbers.n, numbers.K
+    stride_b, stride_h, stride_q, stride_n, count_b, count_h, count_q, bound_b, bound_h, bound_q = numbers[7:]
+    ENTRIES: tl.constexpr = FORM.ENTRIES
     limit = n.to(tl.int64)
-    if HAS_COUNTS:
+    if FORM.HAS_COUNTS:
         given = tl.load(counts + b * count_b + h * count_h + q * count_q).to(tl.int64)
         limit = tl.minimum(tl.maximum(given, 0), limit)
     first, behind = limit * 0, limit * 0 + K
-    if BOUNDED:
+    if FORM.BOUNDED:
         at = b * bound_b + h * bound_h + q * bound_q
         first = tl.maximum(first, tl.load(lo + at))
         behind = tl.minimum(behind, tl.load(hi + at))
@@ -41,17 +70,19 @@ def _mark(
         tl.atomic_or(own + c // 32, 1 << c % 32, mask=some, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=[*SIZES, *STRIDES])
+@triton.jit(do_not_specialize=["numbers"])
 def union_kernel(
-    indices, counts, lo, hi, starts, listed_counts, listed, bits, marks, n_groups, T, n, Q, K, heads, room, stride_b,
-    stride_h, stride_q, stride_n, count_b, count_h, count_q, bound_b, bound_h, bound_q, HAS_COUNTS: tl.constexpr,
-    BOUNDED: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    indices, counts, lo, hi, starts, listed_counts, listed, bits, marks, numbers: UnionNumbers, FORM: tl.constexpr
+):
     """Some groups of queries: the keys that any of them lists, ascending, -1 behind, and who lists which.
 
     Args:
         marks: (programs, QUERIES, words): bits of the keys that each query of a group lists.
     """
+    QUERIES: tl.constexpr = FORM.QUERIES
+    ENTRIES: tl.constexpr = FORM.ENTRIES
+    WORDS: tl.constexpr = FORM.WORDS
+    n_groups, T, _n, Q, K, heads, room = numbers[:7]
     words = (K + 31) // 32
     own = marks + tl.program_id(0).to(tl.int64) * QUERIES * words
     j = tl.arange(0, 32)[None, :]
@@ -66,10 +97,7 @@ def union_kernel(
         for p in range(QUERIES):
             q = t * QUERIES + p
             if q < Q:
-                _mark(
-                    indices, counts, lo, hi, own + p * words, b, h, q.to(tl.int64), n, K, stride_b, stride_h, stride_q,
-                    stride_n, count_b, count_h, count_q, bound_b, bound_h, bound_q, HAS_COUNTS, BOUNDED, ENTRIES,
-                )  # fmt: skip
+                _mark(indices, counts, lo, hi, own + p * words, b, h, q.to(tl.int64), numbers, FORM)
         tl.debug_barrier()
         to = listed + group.to(tl.int64) * room
         total = group * 0  # of the union so far

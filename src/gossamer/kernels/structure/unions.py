@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.kernels.gpu import processors
 from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.block_lists import WORD, power
-from gossamer.kernels.structure.union_kernels import union_kernel
+from gossamer.kernels.structure.union_kernels import UnionForm, UnionNumbers, union_kernel
 
 MOST_ENTRIES = 1024  # of a list at a time
 LEAST_WORDS, MOST_WORDS = 8, 64  # and of a row of bits
@@ -41,8 +41,9 @@ def key_unions(
     unread = starts  # a pointer that is not read still needs an array
     launch(
         union_kernel, (programs,), indices, unread if counts is None else counts, unread if lo is None else lo, unread
-        if hi is None else hi, starts, listed_counts, listed, bits, marks, groups, T, n, Q, K, Hl, room,
-        *indices.stride(), *count_strides, *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None,
-        QUERIES=block, ENTRIES=power(n, WORD, MOST_ENTRIES), WORDS=power(words, LEAST_WORDS, MOST_WORDS), num_warps=4,
+        if hi is None else hi, starts, listed_counts, listed, bits, marks,
+        UnionNumbers(groups, T, n, Q, K, Hl, room, *indices.stride(), *count_strides, *bound_strides),
+        FORM=UnionForm(counts is not None, lo is not None, block, power(n, WORD, MOST_ENTRIES),
+                       power(words, LEAST_WORDS, MOST_WORDS)), num_warps=4,
     )  # fmt: skip
     return starts, listed_counts, listed, bits

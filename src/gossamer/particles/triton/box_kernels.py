@@ -24,19 +24,19 @@ def _store_box(boxes, at, low, high, there, rounding, AXIS: tl.constexpr, D: tl.
 
 @triton.jit
 def _group_box(
-    x, sorted, groups, group, stride_n, stride_d, N, unit, size_x, size_y, size_z, rounding, D: tl.constexpr,
-    PERIODIC: tl.constexpr, WIDE: tl.constexpr, MEMBERS: tl.constexpr, PART: tl.constexpr,
+    given, sorted, groups, group, N, rounding, D: tl.constexpr, PERIODIC: tl.constexpr, WIDE: tl.constexpr,
+    MEMBERS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The box of a group, PART particles at a time."""
     first = group * MEMBERS
     end, row = tl.minimum(first + MEMBERS, N), group + tl.arange(0, 1)
     for axis in tl.static_range(D):
         at = tl.load(sorted + tl.minimum(first + tl.arange(0, PART), end - 1))
-        low = position(x, at, at >= 0, stride_n, stride_d, unit, size_x, size_y, size_z, axis, PERIODIC, WIDE)
+        low = position(given, at, at >= 0, axis, PERIODIC, WIDE)
         high = low
         for start in range(first + PART, end, PART):
             at = tl.load(sorted + tl.minimum(start + tl.arange(0, PART), end - 1))
-            one = position(x, at, at >= 0, stride_n, stride_d, unit, size_x, size_y, size_z, axis, PERIODIC, WIDE)
+            one = position(given, at, at >= 0, axis, PERIODIC, WIDE)
             low, high = smaller(low, one), larger(high, one)
         lowest = tl.reduce(tl.reshape(low, (1, PART)), 1, smaller)
         highest = tl.reduce(tl.reshape(high, (1, PART)), 1, larger)
@@ -61,11 +61,9 @@ def boxes_kernel(
     others have a block each.
     """
     pid, rounding = tl.program_id(0), length(rounding, WIDE)
+    given = (x, stride_n, stride_d, unit, size_x, size_y, size_z)
     if pid < G:
-        _group_box(
-            x, sorted, groups, pid, stride_n, stride_d, N, unit, size_x, size_y, size_z, rounding, D, PERIODIC, WIDE,
-            FAN * BLOCK, PART,
-        )  # fmt: skip
+        _group_box(given, sorted, groups, pid, N, rounding, D, PERIODIC, WIDE, FAN * BLOCK, PART)
     else:
         block = pid - G
         place = block * BLOCK + tl.arange(0, BLOCK)
@@ -75,9 +73,7 @@ def boxes_kernel(
         cluster = block * (BLOCK // CLUSTER) + tl.arange(0, BLOCK // CLUSTER)
         whole = block + tl.arange(0, 1)
         for axis in tl.static_range(D):
-            one = position(
-                x, at, at >= 0, stride_n, stride_d, unit, size_x, size_y, size_z, axis, PERIODIC, WIDE
-            )  # fmt: skip
+            one = position(given, at, at >= 0, axis, PERIODIC, WIDE)
             tl.store(points + axis * P.to(tl.int64) + place, one)
             runs = tl.reshape(one, (BLOCK // RUN, RUN))
             tl.store(low + axis * (P // RUN) + run, tl.reduce(runs, 1, smaller))

@@ -31,15 +31,14 @@ def size_of(size_x, size_y, size_z, AXIS: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def position(
-    x, n, there, stride_n, stride_d, unit, size_x, size_y, size_z, AXIS: tl.constexpr, PERIODIC: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
+def position(given, n, there, AXIS: tl.constexpr, PERIODIC: tl.constexpr, WIDE: tl.constexpr):
     """Positions along an axis in the unit of the cells, inside the box: `geometry.wrapped`.
 
     Args:
+        given: positions x, their strides, the unit, and the size of the box along each axis.
         PERIODIC: bit AXIS says whether the axis is.
     """
+    x, stride_n, stride_d, unit, size_x, size_y, size_z = given
     one = tl.load(x + n.to(tl.int64) * stride_n + AXIS * stride_d, mask=there, other=0.0)
     one = (one if WIDE else one.to(tl.float32)) * length(unit, WIDE)
     if (PERIODIC >> AXIS) & 1:
@@ -56,6 +55,7 @@ def extents_kernel(
     D: tl.constexpr, PERIODIC: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The extents of `each` particles. Along periodic axes nobody asks for them."""
+    given = (x, stride_n, stride_d, unit, size_x, size_y, size_z)
     p, P = tl.program_id(0), tl.num_programs(0)
     first = p * each
     end = tl.minimum(first + each, N)
@@ -67,9 +67,7 @@ def extents_kernel(
         for start in range(first, end, BLOCK):
             n = start + tl.arange(0, BLOCK)
             there = n < end
-            one = position(
-                x, n, there, stride_n, stride_d, unit, size_x, size_y, size_z, axis, PERIODIC, WIDE
-            )  # fmt: skip
+            one = position(given, n, there, axis, PERIODIC, WIDE)
             sure &= tl.where(there & (tl.abs(one) < float("inf")), 1, tl.where(there, 0, 1))
             low = smaller(low, tl.where(there, one, none))
             high = larger(high, tl.where(there, one, -none))
@@ -79,14 +77,11 @@ def extents_kernel(
 
 
 @triton.jit
-def _from(
-    x, parts, P, stride_n, stride_d, unit, size_x, size_y, size_z, AXIS: tl.constexpr, PERIODIC: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def _from(given, parts, P, AXIS: tl.constexpr, PERIODIC: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
     """Where the grid begins along an axis."""
     if (PERIODIC >> AXIS) & 1:
         n = tl.arange(0, 1)
-        one = position(x, n, n == 0, stride_n, stride_d, unit, size_x, size_y, size_z, AXIS, PERIODIC, WIDE)
+        one = position(given, n, n == 0, AXIS, PERIODIC, WIDE)
         start = tl.sum(one, 0) * 0
     else:
         p = tl.arange(0, PARTS)
@@ -166,30 +161,31 @@ def keys_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The places along the curve."""
+    given = (x, stride_n, stride_d, unit, size_x, size_y, size_z)
     if tl.program_id(0) == 0:
         p = tl.arange(0, PARTS)
         tl.store(known, tl.reduce(tl.load(parts + 6 * P + p, mask=p < P, other=1.0), 0, larger))
-    from_x = _from(x, parts, P, stride_n, stride_d, unit, size_x, size_y, size_z, 0, PERIODIC, WIDE, PARTS)
+    from_x = _from(given, parts, P, 0, PERIODIC, WIDE, PARTS)
     longest = _extent(parts, P, from_x, size_x, size_y, size_z, 0, PERIODIC, WIDE, PARTS)
     from_y, from_z = from_x, from_x
     if D > 1:
-        from_y = _from(x, parts, P, stride_n, stride_d, unit, size_x, size_y, size_z, 1, PERIODIC, WIDE, PARTS)
+        from_y = _from(given, parts, P, 1, PERIODIC, WIDE, PARTS)
         longest = larger(longest, _extent(parts, P, from_y, size_x, size_y, size_z, 1, PERIODIC, WIDE, PARTS))
     if D > 2:
-        from_z = _from(x, parts, P, stride_n, stride_d, unit, size_x, size_y, size_z, 2, PERIODIC, WIDE, PARTS)
+        from_z = _from(given, parts, P, 2, PERIODIC, WIDE, PARTS)
         longest = larger(longest, _extent(parts, P, from_z, size_x, size_y, size_z, 2, PERIODIC, WIDE, PARTS))
     some = tl.where(longest > 0, longest, longest + 1)
     scale = tl.where(longest > 0, divided(some * 0 + 1, some, WIDE) * (1 << BITS), longest)
 
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = n < N
-    at_x = position(x, n, there, stride_n, stride_d, unit, size_x, size_y, size_z, 0, PERIODIC, WIDE)
+    at_x = position(given, n, there, 0, PERIODIC, WIDE)
     cell_x = _cell(at_x, from_x, scale, BITS)
     cell_y, cell_z = cell_x, cell_x
     if D > 1:
-        at_y = position(x, n, there, stride_n, stride_d, unit, size_x, size_y, size_z, 1, PERIODIC, WIDE)
+        at_y = position(given, n, there, 1, PERIODIC, WIDE)
         cell_y = _cell(at_y, from_y, scale, BITS)
     if D > 2:
-        at_z = position(x, n, there, stride_n, stride_d, unit, size_x, size_y, size_z, 2, PERIODIC, WIDE)
+        at_z = position(given, n, there, 2, PERIODIC, WIDE)
         cell_z = _cell(at_z, from_z, scale, BITS)
     tl.store(keys + n, _hilbert_keys(cell_x, cell_y, cell_z, D, BITS), mask=there)

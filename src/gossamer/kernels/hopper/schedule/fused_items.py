@@ -15,12 +15,19 @@ from gossamer.kernels.hopper.schedule.item_kernels import (
     HALVINGS,
     MIDDLE,
     SIZES,
+    Cut,
+    FewForm,
+    FewNumbers,
+    LengthForm,
+    LengthNumbers,
+    ManyForm,
+    ManyNumbers,
     few_kernel,
     length_kernel,
     many_kernel,
 )
 from gossamer.kernels.hopper.schedule.words import entries
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.relaunch import filled, launch
 from gossamer.kernels.structure.block_lists import power
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
@@ -90,33 +97,35 @@ def fused_items(
     segments = torch.empty((lists * tiles * times, SEGMENT), **new) if ratio else None
     slots = n if parts > 1 else 0
     merges = torch.empty((copies * lists * tiles if slots else 1, MERGE), **new)
-    where = {"T": tiles, "parts": parts, "ratio": times, "groups": groups}
-    where |= {"lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j}
-    counts = dict(zip(("full", "interval", "bits"), kinds.counts, strict=True))
-    written: dict[str, Any] = {
-        "items": items, "segments": items if segments is None else segments, "merges": merges, **counts, **where,
-        "lists": lists, "copies": copies, "heads": heads, "of_batch": groups * heads,
-        "CUT": parts > 1, "COLUMNS": ratio > 0, "ITEM": ITEM, "SEGMENT": SEGMENT, "MERGE": MERGE,
-        "OWN": OWN, "OTHERS": OTHERS, **kinds.constants,
+    written = items, items if segments is None else segments, merges, *kinds.counts, *kinds.starts
+    cut = Cut(parts, times)
+    _, base_1, base_2 = kinds.bases
+    values = {
+        "T": tiles, "groups": groups, "lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j, "lists": lists,
+        "copies": copies, "heads": heads, "of_batch": groups * heads, "base_1": base_1, "base_2": base_2,
+        "BY_COPY": n * copies <= blocks, "OWN": OWN, "OTHERS": OTHERS, **kinds.constants, "CUT": parts > 1,
+        "COLUMNS": ratio > 0, "ITEM": ITEM, "SEGMENT": SEGMENT, "MERGE": MERGE,
     }  # fmt: skip
-    written |= dict(zip(("full_starts", "interval_starts", "bits_starts"), kinds.starts, strict=True))
-    _, written["base_1"], written["base_2"] = kinds.bases
     if n * copies <= ROUNDS * blocks:
-        launch(few_kernel, (-(-n * copies // OWN),), **written, BY_COPY=n * copies <= blocks, num_warps=4)
+        numbers, form = filled(FewNumbers, values), filled(FewForm, values)
+        launch(few_kernel, (-(-n * copies // OWN),), *written, numbers, cut, FORM=form, num_warps=4)
         return Made(items, merges, slots * copies, segments)
     bins = times * kinds.most + 1
     bins_at_once = power(bins, FEW_BINS, MOST_BINS)
     lengths, reached = torch.empty(n, **new), torch.empty((lists, bins), **new)
     totals = torch.empty((lists, 2), dtype=torch.int64, device=walk.device)
-    launch(
-        length_kernel, (lists, -(-bins // bins_at_once)), **counts, lengths=lengths, reached=reached, totals=totals,
-        **where, bins=bins, ITEMS=power(tiles * parts, FEW_BINS, LENGTHS), BINS=bins_at_once, **kinds.constants,
-        num_warps=8,
-    )  # fmt: skip
     chunks = -(-tiles * parts // OWN)
+    values |= {
+        "bins": bins, "blocks": blocks, "chunks": chunks, "n_items": n, "SIZES": SIZES, "MIDDLE": MIDDLE,
+        "HALVINGS": HALVINGS, "LISTS": power(lists, FEW_LISTS, MOST_LISTS),
+        "ITEMS": power(tiles * parts, FEW_BINS, LENGTHS), "BINS": bins_at_once,
+    }  # fmt: skip
     launch(
-        many_kernel, (lists * copies * chunks,), **written, lengths=lengths, reached=reached, totals=totals, bins=bins,
-        blocks=blocks, slack=SLACK, chunks=chunks, n_items=n, SIZES=SIZES, MIDDLE=MIDDLE, HALVINGS=HALVINGS,
-        LISTS=power(lists, FEW_LISTS, MOST_LISTS), num_warps=4,
+        length_kernel, (lists, -(-bins // bins_at_once)), *kinds.counts, lengths, reached, totals,
+        filled(LengthNumbers, values), cut, FORM=filled(LengthForm, values), num_warps=8,
+    )  # fmt: skip
+    launch(
+        many_kernel, (lists * copies * chunks,), *written, lengths, reached, totals,
+        filled(ManyNumbers, values), cut, SLACK, FORM=filled(ManyForm, values), num_warps=4,
     )  # fmt: skip
     return Made(items, merges, slots * copies, segments)

@@ -5,27 +5,114 @@ Of each item they count how many go before it. Of many items it is known first h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from gossamer.kernels.hopper.schedule.item_words import item_length, row_length, write
 
-# Of these no other kernels are compiled for numbers that something divides. That there is one part is compiled in.
-PLAIN = [
-    "T", "groups", "lead_b", "lead_g", "lead_j", "lists", "bins", "blocks", "copies", "heads",
-    "of_batch", "chunks", "base_1", "base_2", "n_items",
-]  # fmt: skip
 SIZES = 64  # that are told apart
 MIDDLE = 32  # the size of items as long as the median
 HALVINGS = 20  # of the shortest items, and doublings of the median
 
 
-@triton.jit(do_not_specialize=PLAIN)
-def length_kernel(
-    full, interval, bits, lengths, reached, totals, T, parts, ratio, groups, lead_b, lead_g, lead_j, bins,
-    HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr, WIDTH: tl.constexpr,
-    ITEMS: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
+class Cut(NamedTuple):
+    """Numbers that kernels are compiled for: that there is one part, or one head."""
+
+    parts: int  # of each row
+    ratio: int  # heads of a group of rows
+
+
+class LengthNumbers(NamedTuple):
+    """Numbers of `length_kernel` of which no other kernels are compiled for what divides them; so the others."""
+
+    T: int
+    groups: int
+    lead_b: int
+    lead_g: int
+    lead_j: int
+    bins: int
+
+
+class ManyNumbers(NamedTuple):
+    T: int
+    groups: int
+    lead_b: int
+    lead_g: int
+    lead_j: int
+    lists: int
+    bins: int
+    blocks: int
+    copies: int
+    heads: int
+    of_batch: int
+    chunks: int
+    base_1: int
+    base_2: int
+    n_items: int
+
+
+class FewNumbers(NamedTuple):
+    T: int
+    groups: int
+    lead_b: int
+    lead_g: int
+    lead_j: int
+    lists: int
+    copies: int
+    heads: int
+    of_batch: int
+    base_1: int
+    base_2: int
+
+
+class LengthForm(NamedTuple):
+    """What `length_kernel` is compiled for; so the others."""
+
+    HAS_FULL: bool
+    HAS_INTERVAL: bool
+    HAS_BITS: bool
+    WIDTH: int
+    ITEMS: int
+    BINS: int
+
+
+class ManyForm(NamedTuple):
+    SIZES: int
+    MIDDLE: int
+    HALVINGS: int
+    LISTS: int
+    OWN: int
+    OTHERS: int
+    HAS_FULL: bool
+    HAS_INTERVAL: bool
+    HAS_BITS: bool
+    WIDTH: int
+    CUT: bool
+    COLUMNS: bool
+    ITEM: int
+    SEGMENT: int
+    MERGE: int
+
+
+class FewForm(NamedTuple):
+    BY_COPY: bool
+    OWN: int
+    OTHERS: int
+    HAS_FULL: bool
+    HAS_INTERVAL: bool
+    HAS_BITS: bool
+    WIDTH: int
+    CUT: bool
+    COLUMNS: bool
+    ITEM: int
+    SEGMENT: int
+    MERGE: int
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def length_kernel(full, interval, bits, lengths, reached, totals, numbers: LengthNumbers, cut: Cut, FORM: tl.constexpr):
     """The lengths of the items of one list, and how many reach some of all lengths.
 
     Args:
@@ -33,6 +120,11 @@ def length_kernel(
         reached: (lists, bins), of lengths from 0.
         totals: (lists, 2) int64: the longest, and the sum of all.
     """
+    ITEMS: tl.constexpr = FORM.ITEMS
+    BINS: tl.constexpr = FORM.BINS
+    T, groups, lead_b, lead_g, lead_j, bins = numbers
+    parts = cut.parts
+    counts, sizes = (full, interval, bits), (T, parts, cut.ratio, groups, lead_b, lead_g, lead_j)
     l, k0 = tl.program_id(0), tl.program_id(1) * BINS
     line = lengths + l.to(tl.int64) * T * parts
     found = tl.zeros((BINS,), dtype=tl.int32)
@@ -41,10 +133,7 @@ def length_kernel(
     for i0 in range(0, T * parts, ITEMS):
         i = i0 + tl.arange(0, ITEMS)
         some = i < T * parts
-        length = row_length(
-            full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
-            HAS_INTERVAL, HAS_BITS, WIDTH,
-        )  # fmt: skip
+        length = row_length(counts, l, i // parts, some, sizes, FORM)
         length = tl.minimum(item_length(length, i % parts, parts), bins - 1)
         if k0 == 0:
             tl.store(line + i, length, mask=some)
@@ -100,16 +189,21 @@ def _before(l, g, groups, batches, of_batch, heads, copies):
     return whole * heads + tl.where(here, tl.minimum(tl.maximum(g % of_batch - head, 0), heads), 0)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=["numbers"])
 def many_kernel(
     items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, lengths, reached, totals,
-    T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, bins, blocks, slack, copies, heads, of_batch, chunks,
-    base_1, base_2, n_items, SIZES: tl.constexpr, MIDDLE: tl.constexpr, HALVINGS: tl.constexpr, LISTS: tl.constexpr,
-    OWN: tl.constexpr, OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr,
-    HAS_BITS: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr,
-    SEGMENT: tl.constexpr, MERGE: tl.constexpr,
+    numbers: ManyNumbers, cut: Cut, slack, FORM: tl.constexpr,
 ):  # fmt: skip
     """Some items of one head: their places are by size, head, length and row, the largest size and length first."""
+    SIZES: tl.constexpr = FORM.SIZES
+    MIDDLE: tl.constexpr = FORM.MIDDLE
+    HALVINGS: tl.constexpr = FORM.HALVINGS
+    LISTS: tl.constexpr = FORM.LISTS
+    OWN: tl.constexpr = FORM.OWN
+    OTHERS: tl.constexpr = FORM.OTHERS
+    T, groups, lead_b, lead_g, lead_j, lists, bins, blocks = numbers[:8]
+    copies, heads, of_batch, chunks, base_1, base_2, n_items = numbers[8:]
+    parts = cut.parts
     g = tl.program_id(0) // chunks
     batches = lists // groups
     b, h = g // of_batch, g % of_batch
@@ -154,22 +248,25 @@ def many_kernel(
     place += tl.sum(tl.where(of, base[None, :], 0), 1)
     nothing = tl.zeros((OWN,), dtype=tl.int32)
     copy = (b - b_own) * heads + h - g_own
+    sizes = (T, parts, cut.ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2)
     write(
-        items, segments, merges, place, nothing + l, i, nothing + copy, nothing + b, nothing + h, some, full, interval,
-        bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists,
-        base_1, base_2, HAS_FULL, HAS_INTERVAL, HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
+        (items, segments, merges), place, nothing + l, i, nothing + copy, nothing + b, nothing + h, some,
+        (full, interval, bits), (full_starts, interval_starts, bits_starts), sizes, FORM,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=["numbers"])
 def few_kernel(
-    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, T, parts, ratio, groups,
-    lead_b, lead_g, lead_j, lists, copies, heads, of_batch, base_1, base_2, BY_COPY: tl.constexpr, OWN: tl.constexpr,
-    OTHERS: tl.constexpr, HAS_FULL: tl.constexpr, HAS_INTERVAL: tl.constexpr, HAS_BITS: tl.constexpr,
-    WIDTH: tl.constexpr, CUT: tl.constexpr, COLUMNS: tl.constexpr, ITEM: tl.constexpr, SEGMENT: tl.constexpr,
-    MERGE: tl.constexpr,
+    items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts,
+    numbers: FewNumbers, cut: Cut, FORM: tl.constexpr,
 ):  # fmt: skip
     """Some items: their places are by length, head and row, the longest first; or each copy's by length and row."""
+    OWN: tl.constexpr = FORM.OWN
+    OTHERS: tl.constexpr = FORM.OTHERS
+    BY_COPY: tl.constexpr = FORM.BY_COPY
+    T, groups, lead_b, lead_g, lead_j, lists, copies, heads, of_batch, base_1, base_2 = numbers
+    parts = cut.parts
+    counts, sizes = (full, interval, bits), (T, parts, cut.ratio, groups, lead_b, lead_g, lead_j)
     batches, of_list = lists // groups, T * parts
     n = lists * of_list
     x = tl.program_id(0) * OWN + tl.arange(0, OWN)
@@ -179,19 +276,13 @@ def few_kernel(
     b = tl.where(batches > 1, l // groups, 0) + copy // heads
     h = tl.where(groups > 1, l % groups, 0) + copy % heads
     g = b * of_batch + h
-    length = row_length(
-        full, interval, bits, l, i // parts, some, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL, HAS_INTERVAL,
-        HAS_BITS, WIDTH,
-    )  # fmt: skip
+    length = row_length(counts, l, i // parts, some, sizes, FORM)
     length = item_length(length, i % parts, parts)[:, None]
     place = tl.zeros((OWN,), dtype=tl.int32)
     for y0 in range(0, n, OTHERS):
         y = y0 + tl.arange(0, OTHERS)
         of, j = y // of_list, y % of_list
-        other = row_length(
-            full, interval, bits, of, j // parts, y < n, T, ratio, groups, lead_b, lead_g, lead_j, HAS_FULL,
-            HAS_INTERVAL, HAS_BITS, WIDTH,
-        )  # fmt: skip
+        other = row_length(counts, of, j // parts, y < n, sizes, FORM)
         other = tl.where(y < n, item_length(other, j % parts, parts), -1)[None, :]
         longer, equal = (other > length).to(tl.int32), (other == length).to(tl.int32)
         before = (y[None, :] < x[:, None]).to(tl.int32)
@@ -203,8 +294,6 @@ def few_kernel(
             place += tl.sum(longer * copies + equal * before, 1)
     if BY_COPY:
         place += copy * n
-    write(
-        items, segments, merges, place, l, i, copy, b, h, some, full, interval, bits, full_starts, interval_starts,
-        bits_starts, T, parts, ratio, groups, lead_b, lead_g, lead_j, lists, base_1, base_2, HAS_FULL, HAS_INTERVAL,
-        HAS_BITS, WIDTH, CUT, COLUMNS, ITEM, SEGMENT, MERGE,
-    )  # fmt: skip
+    starts = (full_starts, interval_starts, bits_starts)
+    sizes += (lists, base_1, base_2)
+    write((items, segments, merges), place, l, i, copy, b, h, some, counts, starts, sizes, FORM)
