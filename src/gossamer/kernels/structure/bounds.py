@@ -68,12 +68,15 @@ def row_bounds(
         )  # fmt: skip
     T, read = -(-Q // CHUNK), (used, *vectors)
     steps = [0 if x is None or x.numel() == 1 else x.stride(0) for x in read]
+    has_used, has_offsets, has_starts, has_lengths = (x is not None for x in read)
+    form = BoundForm(
+        kind == IDS, kind == DOCUMENTS, kind == SEQUENCES, has_used, has_offsets, has_starts, has_lengths, block > 0,
+        CHUNK, SUMS,
+    )  # fmt: skip
     launch(
         bounds_kernel, (leads * T,), lo, hi, edges, runs, changes, *(lo if x is None else x for x in read),
         BoundNumbers(Q, K, T, lines, length, n, n.bit_length(), chunks, position, most, int(lines > 1), *steps),
-        Reaching(*reach),
-        FORM=BoundForm(kind == IDS, kind == DOCUMENTS, kind == SEQUENCES, *(x is not None for x in read), block > 0,
-                       CHUNK, SUMS), num_warps=4,
+        Reaching(*reach), FORM=form, num_warps=4,
     )  # fmt: skip
     return lo, hi
 

@@ -140,7 +140,18 @@ def count_tiles_kernel(lo, hi, column_lo, column_hi, of_rows, of_columns, number
     at = tl.program_id(0)
     if at < leads * T:
         _count(
-            lo, hi, of_rows, at // T, at % T, T, leads.to(tl.int64) * T, rows, every, BLOCK_ROWS, BLOCK_COLUMNS, ROWS
+            lo,
+            hi,
+            of_rows,
+            at // T,
+            at % T,
+            T,
+            tl.cast(leads, tl.int64) * T,
+            rows,
+            every,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            ROWS,
         )
     else:
         at -= leads * T
@@ -149,7 +160,7 @@ def count_tiles_kernel(lo, hi, column_lo, column_hi, of_rows, of_columns, number
         _turn(lo, hi, column_lo, column_hi, at // C, c, some, rows, columns, steps)
         tl.debug_barrier()
         _count(
-            column_lo, column_hi, of_columns, at // C, at % C, C, leads.to(tl.int64) * C, columns, every,
+            column_lo, column_hi, of_columns, at // C, at % C, C, tl.cast(leads, tl.int64) * C, columns, every,
             BLOCK_COLUMNS, BLOCK_ROWS, COLUMNS,
         )  # fmt: skip
 
@@ -198,13 +209,13 @@ def place_tiles_kernel(
     if at < leads * T:
         base = (at // T).to(tl.int64) * room
         _place(
-            lo, hi, of_rows, indices, base, (at // T, at % T, T, leads.to(tl.int64) * T), rows, BLOCK_ROWS,
+            lo, hi, of_rows, indices, base, (at // T, at % T, T, tl.cast(leads, tl.int64) * T), rows, BLOCK_ROWS,
             BLOCK_COLUMNS, FORM.ROWS, SUMS,
         )  # fmt: skip
     else:
         at -= leads * T
         base = (leads + at // C).to(tl.int64) * room
         _place(
-            column_lo, column_hi, of_columns, indices, base, (at // C, at % C, C, leads.to(tl.int64) * C), columns,
-            BLOCK_COLUMNS, BLOCK_ROWS, FORM.COLUMNS, SUMS,
+            column_lo, column_hi, of_columns, indices, base, (at // C, at % C, C, tl.cast(leads, tl.int64) * C),
+            columns, BLOCK_COLUMNS, BLOCK_ROWS, FORM.COLUMNS, SUMS,
         )  # fmt: skip

@@ -295,5 +295,5 @@ def few_kernel(
     if BY_COPY:
         place += copy * n
     starts = (full_starts, interval_starts, bits_starts)
-    sizes += (lists, base_1, base_2)
-    write((items, segments, merges), place, l, i, copy, b, h, some, counts, starts, sizes, FORM)
+    every = sizes + (lists, base_1, base_2)  # noqa: RUF005  (Triton reads no stars)
+    write((items, segments, merges), place, l, i, copy, b, h, some, counts, starts, every, FORM)
