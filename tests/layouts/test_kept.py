@@ -7,8 +7,10 @@ import pytest
 
 from gossamer.layouts import from_dense
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.device import block_list_layout
 from gossamer.layouts.kept import every_row_kept, keeps_all, kept_of
 from gossamer.patterns import BigBird, Causal, Pattern, PerHead, SlidingWindow
+from tests.layouts.test_device_layouts import draw_bounds
 
 
 def check(layout: BlockLayout) -> None:
@@ -48,3 +50,20 @@ def test_patterns_on_the_host_and_as_tensors(pattern: Pattern, Q: int, K: int) -
     on = layout.to("cpu")
     assert keeps_all(on) == keeps_all(BlockLayout(on.rows)) == keeps_all(layout)
     assert (kept_of(BlockLayout(on.rows)).keys == kept_of(layout).keys).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lists_that_leave_out_what_an_interval_meets(seed: int) -> None:
+    torch = pytest.importorskip("torch")
+    from gossamer.torch import device_arrays
+
+    r = np.random.default_rng(seed)
+    lead, block = (int(r.choice([1, 2])), int(r.choice([1, 3]))), int(r.choice([32, 64]))
+    Q, K = (int(r.integers(1, 250)) for _ in range(2))
+    rows, entries = -(-Q // block), -(-K // block)
+    indices = torch.from_numpy(r.integers(-1, entries, (*lead, rows, int(r.integers(1, entries + 2)))))
+    bounds = draw_bounds(r, lead, Q, K)
+    lo, hi = (torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in bounds)
+    made = block_list_layout(indices, None, lo, hi, Q, K, block=block, xp=device_arrays)
+    check(BlockLayout(made.rows.on_host()))
+    assert (kept_of(made).keys == kept_of(BlockLayout(made.rows.on_host())).keys).all()

@@ -68,9 +68,12 @@ def rows_kept(walk: Walk, some: np.ndarray | None = None) -> np.ndarray:
     full, interval, bits = (tiles.counts.reshape(-1)[some] for tiles in walk.lists.values())
     kept = np.repeat(full[:, None] > 0, walk.block_rows, axis=1)
     if interval.any():
-        given = np.zeros((*walk.lead, walk.tiles * walk.block_rows), bool)
-        given[..., : walk.rows] = walk.lo < walk.hi
-        kept |= given.reshape(-1, walk.block_rows)[some] & (interval > 0)[:, None]
+        lo, hi = (_of_tiles(walk, x)[some] for x in (walk.lo, walk.hi))
+        starts = walk.interval.starts.reshape(-1)[some]
+        for n in range(int(interval.max())):  # of lists that are given, not all that a row's interval meets are listed
+            listed = np.flatnonzero(interval > n)
+            begin = walk.interval.indices[starts[listed] + n][:, None].astype(np.int64) * walk.block_columns
+            kept[listed] |= np.maximum(lo[listed], begin) < np.minimum(hi[listed], begin + walk.block_columns)
     entry_rows, starts = walk.pool.any(axis=-1), walk.bits.starts.reshape(-1)[some]
     for n in range(int(bits.max(initial=0))):
         listed = np.flatnonzero(bits > n)
@@ -90,6 +93,13 @@ def _existing(walk: Walk, tiles: np.ndarray) -> np.ndarray:
     return tiles.reshape(*walk.lead, -1)[..., : walk.rows]
 
 
+def _of_tiles(walk: Walk, bounds: np.ndarray) -> np.ndarray:
+    """Bounds of rows as (tile rows of all leads, block_rows) int64; a row that does not exist has 0 in both."""
+    made = np.zeros((*walk.lead, walk.tiles * walk.block_rows), np.int64)
+    made[..., : walk.rows] = bounds  # one for all heads where they share it
+    return made.reshape(-1, walk.block_rows)
+
+
 def _full(walk: Walk, first: np.ndarray) -> None:
     row, place = walk.full.listed()
     tile = walk.full.indices[place].astype(np.int64)
@@ -103,13 +113,7 @@ def _interval(walk: Walk, first: np.ndarray) -> None:
     if not len(row):
         return
     tile, width = walk.interval.indices[place].astype(np.int64), walk.block_columns
-    lo, hi = (np.zeros((math.prod(walk.lead), walk.tiles * walk.block_rows), np.int64) for _ in range(2))
-    for x, given in (
-        (lo, walk.lo),
-        (hi, walk.hi),
-    ):  # one for all heads where they share it; rows that are not keep none
-        x[:, : walk.rows] = np.broadcast_to(given, (*walk.lead, walk.rows)).reshape(-1, walk.rows)
-    lo, hi = (x.reshape(-1, walk.block_rows)[row] - tile[:, None] * width for x in (lo, hi))
+    lo, hi = (_of_tiles(walk, x)[row] - tile[:, None] * width for x in (walk.lo, walk.hi))
     lo, hi = lo.clip(0, width), hi.clip(0, width)
     np.minimum.at(first, row, np.where(hi > lo, tile[:, None] * width + lo, walk.columns))
 
