@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -47,6 +49,50 @@ def test_random_points(part: int) -> None:
         assert mask.materialize(N, N).diagonal().all()
 
 
+def nearest(x: Any, share: float, box: Any) -> np.ndarray:
+    """The definition of a share: the pairs within the distance of that rank among all."""
+    every = np.sqrt(squared(x, box))
+    wanted = math.ceil(Fraction(str(share)) * every.size)
+    found: np.ndarray = every <= np.sort(every, axis=None)[wanted - 1]
+    return found
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_shares(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any dimension, ties, points at one place, numbers too large or too small to be squared, samples of a few."""
+    from gossamer.jax import sparsity
+
+    for call in range(CALLS):
+        rng = np.random.default_rng((2, part, call))
+        N, d = int(rng.integers(1, 160)), int(rng.choice([1, 2, 3, 4, 64]))
+        x = rng.uniform(-1, 2, (N, d)).astype(rng.choice([np.float32, np.float64]))
+        kind = rng.random()
+        if kind < 0.3:
+            x = np.round(x * 4) / 4
+        elif kind < 0.5:
+            x[rng.random(N) < rng.random()] = x[0]
+        elif kind < 0.6:
+            x = x.astype(np.float64) * 10.0 ** rng.choice([-300, -158, -20, 20, 160])
+        elif kind < 0.7:  # one cluster far from the others
+            x[: N // 2] *= 1e-6
+        share = rng.choice([1e-9, 1 / N, 0.01, 0.07, 0.22, rng.random() or 1.0, 1 - 1e-9, 1.0])
+        box: Any = None
+        if rng.random() < 0.4:
+            box = [None if rng.random() < 0.4 else float(rng.uniform(0.2, 4)) for _ in range(d)]
+        monkeypatch.setattr(sparsity, "PAIRS", int(rng.choice([600, 5000, 2**22])))
+        monkeypatch.setattr(sparsity, "DEVIATIONS", int(rng.choice([0, 6])))
+        with np.errstate(over="ignore"):
+            mask, want = gsj.create_sparsity_mask(x, box=box, share=share), nearest(x, share, box)
+        assert (mask.materialize(N, N) == want).all(), (call, N, d, share, box)
+        assert want.diagonal().all() and want.sum() >= share * N * N * (1 - 1e-12)
+
+
+def test_a_share_as_it_is_written() -> None:
+    x = np.random.default_rng(0).random((1000, 64))
+    for share in (0.01, np.float32(0.5), jnp.float32(0.25), 1):
+        assert len(gsj.create_sparsity_mask(x, share=share).indices) == float(share) * 1000**2
+
+
 def test_blocks_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     from gossamer.jax import sparsity
 
@@ -58,25 +104,21 @@ def test_blocks_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (gsj.create_sparsity_mask(x, threshold, 1.0).materialize(200, 200) == near(x, threshold, 1.0)).all()
 
 
-@pytest.mark.parametrize("kept", [0.25, None])
-def test_the_example_of_the_mission(kept: float | None) -> None:
-    """4096 rows of 64 features: at a threshold that keeps a quarter of the pairs, and at one that keeps rows alone."""
+@pytest.mark.parametrize("share", [0.25, 0.01, None])
+def test_the_example_of_the_mission(share: float | None) -> None:
+    """4096 rows of 64 features: at shares of the pairs, and at a threshold that keeps rows alone."""
     q, k, v = (jax.random.normal(jax.random.key(i), (4096, 64)) for i in range(3))
-    threshold = 0.01
-    if kept:
-        some = np.asarray(q[:256], np.float64)
-        distances = np.sqrt(((some[:, None] - np.asarray(q[256:512], np.float64)) ** 2).sum(-1))
-        threshold = float(np.quantile(distances, kept))
-    mask = gsj.create_sparsity_mask(q, threshold=threshold)
-    out = gsj.sparse_attention(q, k, v, mask)
-    share = len(mask.indices) / 4096**2
-    if kept:
-        assert abs(share - kept) < 0.02
-        keep = mask.materialize(4096, 4096)[None, None]
-        want = jax.nn.dot_product_attention(*(x[None, :, None] for x in (q, k, v)), mask=keep)
-        assert jnp.abs(out - want[0, :, 0]).max() < 2e-5
-    else:
+    if share is None:
+        mask = gsj.create_sparsity_mask(q, threshold=0.01)
+        out = gsj.sparse_attention(q, k, v, mask)
         assert len(mask.indices) == 4096 and (out == v).all()
+        return
+    mask = gsj.create_sparsity_mask(q, share=share)
+    out = gsj.sparse_attention(q, k, v, mask)
+    assert 0 <= len(mask.indices) - share * 4096**2 < 3  # pairs come in twos
+    keep = mask.materialize(4096, 4096)[None, None]
+    want = jax.nn.dot_product_attention(*(x[None, :, None] for x in (q, k, v)), mask=keep)
+    assert jnp.abs(out - want[0, :, 0]).max() < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -88,6 +130,13 @@ def test_the_example_of_the_mission(kept: float | None) -> None:
         ({"threshold": -0.1}, "threshold must be a finite number of at least 0"),
         ({"threshold": float("inf")}, "threshold must be a finite number"),
         ({"threshold": True}, "threshold must be a finite number"),
+        ({"threshold": None}, "exactly one of threshold and share must be given; got neither"),
+        ({"share": 0.1}, "exactly one of threshold and share must be given; got threshold=1.0 .float. and share=0.1"),
+        ({"threshold": None, "share": 0.0}, "share must be a number over 0 and at most 1; got 0.0"),
+        ({"threshold": None, "share": 1.01}, "share must be a number over 0 and at most 1"),
+        ({"threshold": None, "share": float("nan")}, "share must be a number over 0 and at most 1"),
+        ({"threshold": None, "share": True}, "share must be a number over 0 and at most 1"),
+        ({"threshold": None, "share": 0.1, "capacity": 3}, "share must be left out under jit and with a capacity"),
         ({"box": 0.0}, "box must be a positive number, 2 of them or None"),
         ({"box": [1.0]}, "box must be a positive number, 2 of them or None"),
     ],

@@ -9,8 +9,10 @@ by products of matrices, and again by differences where rounding could decide.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,6 +31,9 @@ from gossamer.patterns.grid import ranges
 
 PAIRS = 2**22  # looked into at a time
 MARGIN = 1 + 1e-6  # of a cell over the threshold: rounding may not move two near points two cells apart
+ROUNDINGS = 64  # of a square of a distance and dimension, in float64: more than any of the sums below makes
+EPS, TINY = np.finfo(float).eps, np.finfo(float).tiny
+DEVIATIONS = 6  # of a count in a sample, over which hardly any is
 FEWEST_CELLS = 3  # of a periodic axis: with fewer, neighbours on both sides are one
 CELL_AXES = 3  # the most dimensions that have cells
 PARTICLES = "gossamer.particles"  # stands above this room, and is imported where it is asked for
@@ -36,19 +41,27 @@ OF_LISTS = ("scale", "return_residual")  # the options of attention over lists o
 
 
 class Near(NamedTuple):
-    """Pairs of points."""
+    """Pairs of points whose distance may be within a limit."""
 
     rows: np.ndarray
     columns: np.ndarray
+    squares: np.ndarray  # of their distances, about
+    errors: np.ndarray  # of these squares, at most
 
 
 def create_sparsity_mask(
-    x: Any, threshold: float, box: float | Sequence[float | None] | None = None, *, capacity: int | None = None
-) -> Any:
+    x: Any, threshold: float | None = None, box: float | Sequence[float | None] | None = None, *,
+    share: float | None = None, capacity: int | None = None,
+) -> Any:  # fmt: skip
     """Which points attend to which: pairs whose Euclidean distance is at most the threshold, and each to itself.
 
-    Of numbers that are known it is made on the host, in float64, as a CSR pattern: for `sparse_attention`, `attention`
-    and `prepare`, and to be joined with others by `&` and `|`. Memory is that of the pairs that are kept.
+    Exactly one of `threshold` and `share` is given. A share means the least threshold with which at least
+    `share * N**2` of all N**2 pairs (i, j) are kept, those of points with themselves among them. Pairs at exactly that
+    distance are all kept, so that equal distances may make it more; a share of at most 1 / N keeps each point with
+    itself, and with points at the same place.
+
+    Of numbers that are known the mask is made on the host, in float64, as a CSR pattern: for `sparse_attention`,
+    `attention` and `prepare`, and to be joined with others by `&` and `|`. Memory is that of the pairs that are kept.
 
     Under `jit`, or wherever a capacity is given, it is a `gossamer.particles.Neighbors`, found by cells on the device
     from float32 (or float64) positions: for `sparse_attention`. Where a point has more neighbours than the capacity,
@@ -58,14 +71,20 @@ def create_sparsity_mask(
         x: (N, d) positions or features of numbers that are known, d of any size; with a capacity positions, d from 1
             to 3.
         threshold: at least 0; with a capacity over 0, and at most half of a periodic box.
+        share: over 0 and at most 1, of numbers that are known and without a capacity.
         box: the size of a periodic box, one for all axes or one for each, None for an axis that is not periodic:
             distances are to the nearest image.
         capacity: how many neighbours the list of a point has room for, itself among them; over N it is N.
 
     Raises:
-        ValueError: an argument is wrong, or the numbers of x are not known and no capacity is given.
+        ValueError: an argument is wrong, both or neither of threshold and share are given, or the numbers of x are not
+            known and no capacity is given.
 
     Examples:
+        >>> features = jax.random.normal(jax.random.key(1), (1000, 64))
+        >>> nearest = gsj.create_sparsity_mask(features, share=0.01)
+        >>> len(nearest.indices)
+        10000
         >>> x = jax.random.uniform(jax.random.key(0), (1000, 3))
         >>> mask = gsj.create_sparsity_mask(x, threshold=0.1, box=1.0)
         >>> mask.num_keys
@@ -81,7 +100,15 @@ def create_sparsity_mask(
         >>> bool(overflow)
         False
     """
+    if (threshold is None) == (share is None):
+        given = "neither" if share is None else f"threshold={describe(threshold)} and share={describe(share)}"
+        raise ValueError(f"exactly one of threshold and share must be given; got {given}")
     if capacity is not None or compat.is_abstract(x):
+        if share is not None:
+            raise ValueError(
+                f"share must be left out under jit and with a capacity, where a threshold is needed: the distances are "
+                f"ranked on the host; got {describe(share)}"
+            )
         return _lists(x, threshold, box, capacity)
     points = np.asarray(x)
     if points.ndim != 2 or not points.shape[1] or (points.dtype.kind not in "fiu" and points.dtype.name != "bfloat16"):
@@ -89,21 +116,23 @@ def create_sparsity_mask(
     points = points.astype(np.float64)
     if not np.isfinite(points).all():
         raise ValueError("x must hold finite numbers")
-    limit = real(threshold)
-    if limit is None or not 0 <= limit < np.inf:
-        raise ValueError(f"threshold must be a finite number of at least 0; got {describe(threshold)}")
     N, d = points.shape
+    limit, part = real(threshold), real(share)
+    if share is None and (limit is None or not 0 <= limit < np.inf):
+        raise ValueError(f"threshold must be a finite number of at least 0; got {describe(threshold)}")
+    if threshold is None and (part is None or not 0 < part <= 1):
+        raise ValueError(f"share must be a number over 0 and at most 1; got {describe(share)}")
     sizes = _box(box, d)
     if not N:
         return CSR(np.zeros(1, np.int64), np.zeros(0, np.int64), 0)
-    blocks = _by_cells(points, limit, sizes) if _has_cells(points, limit, sizes) else _by_blocks(points, limit, sizes)
-    found, total = [], 0
-    for near in blocks:
-        found.append(near.rows * N + near.columns)
-        total += len(near.rows)
-        if total > MOST_PAIRS:
-            raise ValueError(f"threshold keeps over {MOST_PAIRS} pairs, which no list of pairs holds; got {threshold}")
-    rows, columns = np.divmod(np.sort(np.concatenate(found)), N)
+    wanted = 0
+    if part is not None:
+        wanted = math.ceil(Fraction(repr(part)) * N * N)  # as it is written: 0.01 of 1000 * 1000 is 10000
+        if wanted > MOST_PAIRS:
+            raise ValueError(f"share keeps over {MOST_PAIRS} pairs, which no list of pairs holds; got {share}")
+    with np.errstate(over="ignore", invalid="ignore"):  # of numbers too large to be squared
+        pairs = _nearest(points, wanted, sizes) if limit is None else _within(points, limit, sizes)
+    rows, columns = np.divmod(np.sort(pairs), N)
     return CSR(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=N))]), columns, N)
 
 
@@ -190,9 +219,9 @@ def _cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> tuple[np.ndar
     """(first corner, size and number of cells) along each axis; about as many cells as points at most."""
     N, d = points.shape
     low = np.where(np.isfinite(sizes), 0.0, points.min(0))
-    extent = np.where(np.isfinite(sizes), sizes, np.maximum(points.max(0) - low, np.finfo(float).tiny))
+    extent = np.where(np.isfinite(sizes), sizes, np.maximum(points.max(0) - low, TINY))
     most = max(1.0, np.ceil(2 * N ** (1 / d)))
-    number = np.floor(np.minimum(extent / max(limit * MARGIN, np.finfo(float).tiny), most)).astype(np.int64)
+    number = np.floor(np.minimum(extent / max(limit * MARGIN, TINY), most)).astype(np.int64)
     number = np.maximum(number, 1)
     number[np.isfinite(sizes) & (number < FEWEST_CELLS)] = 1
     return low, extent / number, number
@@ -207,8 +236,65 @@ def _has_cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> bool:
     return bool((number > FEWEST_CELLS).any())
 
 
+def _near(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[Near]:
+    """All pairs within a limit, and a few whose distance rounding leaves open."""
+    by = _by_cells if _has_cells(points, limit, sizes) else _by_blocks
+    return by(points, limit, sizes)
+
+
+def _within(points: np.ndarray, limit: float, sizes: np.ndarray) -> np.ndarray:
+    """The pairs at a distance of at most a limit, row * N + column."""
+    found, total = [], 0
+    for near in _near(points, limit, sizes):
+        kept = near.squares < limit * limit - near.errors
+        unsure = np.flatnonzero(~kept)
+        kept[unsure] = _distances(points, near.rows[unsure], near.columns[unsure], sizes) <= limit
+        found.append(near.rows[kept] * len(points) + near.columns[kept])
+        total += len(found[-1])
+        if total > MOST_PAIRS:
+            raise ValueError(f"threshold keeps over {MOST_PAIRS} pairs, which no list of pairs holds; got {limit}")
+    return np.concatenate(found)
+
+
+def _nearest(points: np.ndarray, wanted: int, sizes: np.ndarray) -> np.ndarray:
+    """The pairs within the least distance that keeps as many as wanted, row * N + column."""
+    N, rank, surely, limit = len(points), wanted, 0, 0.0
+    if wanted <= N:
+        return _within(points, 0.0, sizes)
+    while surely < wanted and limit < np.inf:
+        limit = _likely(points, (rank - N) / (N * N - N), sizes)
+        every = list(_near(points, limit, sizes))
+        surely = sum(int((near.squares < limit * limit - near.errors).sum()) for near in every)
+        rank *= 2
+    rows, columns, squares, errors = (np.concatenate(parts) for parts in zip(*every, strict=True))
+    # Each square is right within the error, and so is the one of that rank.
+    about, error = np.partition(squares, wanted - 1)[wanted - 1], errors.max()
+    kept = squares < about - 2 * error
+    unsure = np.flatnonzero(~(kept | (squares > about + 2 * error)))
+    distances = _distances(points, rows[unsure], columns[unsure], sizes)
+    place = wanted - 1 - int(kept.sum())
+    kept[unsure] = distances <= np.partition(distances, place)[place]
+    found: np.ndarray = rows[kept] * N + columns[kept]
+    return found
+
+
+def _likely(points: np.ndarray, share: float, sizes: np.ndarray) -> float:
+    """A distance that most likely keeps a share of the pairs of different points, and not many more: of a sample."""
+    N, d = points.shape
+    rng = np.random.default_rng(0)
+    rows = rng.integers(N, size=-(-PAIRS // d))
+    columns = (rows + rng.integers(1, N, size=len(rows))) % N
+    place = share * len(rows)
+    place = math.ceil(place + DEVIATIONS * (place**0.5 + 2))
+    if place >= len(rows):
+        return float("inf")
+    # Rounding may not leave open whether those at this very distance are within.
+    return float(np.partition(_distances(points, rows, columns, sizes), place)[place]) * MARGIN
+
+
 def _by_cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[Near]:
     """Pairs of points in cells beside one another."""
+    _, d = points.shape
     low, size, number = _cells(points, limit, sizes)
     periodic = np.isfinite(sizes)
     inside = np.where(periodic, np.mod(points, np.where(periodic, sizes, 1.0)), points)
@@ -226,8 +312,10 @@ def _by_cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[N
         for rows in _chunks(counts):
             which, places = ranges(starts[at[rows]], starts[at[rows]] + counts[rows])
             row, column = rows[which], order[places]
-            kept = _distances(points, row, column, sizes) <= limit
-            yield Near(row[kept], column[kept])
+            squares = _squares(points, row, column, sizes)
+            errors = ROUNDINGS * d * EPS * squares + TINY
+            kept = ~(squares > limit * limit + errors)
+            yield Near(row[kept], column[kept], squares[kept], errors[kept])
 
 
 def _chunks(counts: np.ndarray) -> Iterator[np.ndarray]:
@@ -248,19 +336,14 @@ def _by_blocks(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[
     for first, second in product(range(0, N, edge), range(0, N, edge)):
         rows, columns = slice(first, first + edge), slice(second, second + edge)
         if np.isfinite(sizes).any():
-            row, column = np.nonzero(_folded_squares(points[rows], points[columns], sizes) <= 4 * limit * limit)
-            surely = np.zeros(len(row), dtype=bool)
+            distance = _folded_squares(points[rows], points[columns], sizes)
+            rounding = ROUNDINGS * d * EPS * distance + TINY
         else:
             both = squares[rows, None] + squares[columns]
             distance = both - 2 * centred[rows] @ centred[columns].T
-            rounding = 4 * (d + 8) * np.finfo(float).eps * (both + limit * limit)
-            row, column = np.nonzero(distance <= limit * limit + rounding)
-            surely = distance[row, column] < limit * limit - rounding[row, column]
-        row, column = row + first, column + second
-        unsure = np.flatnonzero(~surely)
-        for at in np.array_split(unsure, -(-len(unsure) * d // PAIRS) or 1):
-            surely[at] = _distances(points, row[at], column[at], sizes) <= limit
-        yield Near(row[surely], column[surely])
+            rounding = ROUNDINGS * d * EPS * both + TINY
+        row, column = np.nonzero(~(distance > limit * limit + rounding))
+        yield Near(row + first, column + second, distance[row, column], rounding[row, column])
 
 
 def _folded_squares(x: np.ndarray, y: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -275,10 +358,21 @@ def _folded_squares(x: np.ndarray, y: np.ndarray, sizes: np.ndarray) -> np.ndarr
 
 
 def _distances(points: np.ndarray, rows: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Distances of pairs to the nearest image, as they are defined."""
+    """Distances of pairs to the nearest image, as they are defined; of few dimensions, or some pairs at a time."""
+    _, d = points.shape
+    every = (
+        _squares(points, rows[at], columns[at], sizes)
+        for at in np.array_split(np.arange(len(rows)), -(-len(rows) * d // PAIRS) or 1)
+    )
+    return np.sqrt(np.concatenate(list(every)))
+
+
+def _squares(points: np.ndarray, rows: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Their squares."""
     step = points[rows] - points[columns]
     periodic = np.isfinite(sizes)
     if periodic.any():
         size = np.where(periodic, sizes, 1.0)
         step -= np.where(periodic, size * np.round(step / size), 0.0)
-    return np.sqrt((step * step).sum(1))
+    found: np.ndarray = (step * step).sum(1)
+    return found
