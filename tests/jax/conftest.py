@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 # Compiling is most of what these tests do; one thread a worker.
 os.environ["XLA_FLAGS"] = (
@@ -11,5 +15,21 @@ os.environ["XLA_FLAGS"] = (
     "--xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Says how many rows gather together in the calls that follow: 0 for tiles, None for what takes the least."""
+    from gossamer.jax import api, choice, prepared
+
+    chosen: Any = choice.gathered_rows
+
+    def these(rows: int | None) -> None:
+        for memo in (api._known, prepared._on_device):
+            memo.clear()
+        monkeypatch.setattr(choice, "gathered_rows", chosen if rows is None else lambda *_: rows)
+
+    return these
+
 
 collect_ignore_glob = [] if importlib.util.find_spec("jax") else ["test_*.py"]

@@ -23,7 +23,7 @@ def ones(N: int, heads: int = 1, size: int = 4) -> jax.Array:
 def test_a_large_plan_is_no_part_of_the_program() -> None:
     """16 MiB of lists add under 100 KB to the program; as constants they would add twice their size, with a warning."""
     rng = np.random.default_rng(0)
-    pattern = gs.CSR.from_edge_index(rng.integers(0, 8192, (2, 150_000)), 8192)
+    pattern = gs.CSR.from_edge_index(rng.integers(0, 8192, (2, 1_500_000)), 8192)
     x = ones(8192)
     plan = gsj.prepare(pattern, x, x)
     assert plan.nbytes > 16 * 2**20

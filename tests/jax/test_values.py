@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,16 +12,21 @@ import pytest
 
 import gossamer as gs
 import gossamer.jax as gsj
+from gossamer.jax.choice import PlacedCSR
 from gossamer.testing.cases import SMALL, Case
 from tests.jax.calls import ROUNDING, inputs_of, kept, made, run, runner
 from tests.jax.oracle import Expected, compare, expected
+
+Together = Callable[[int | None], None]
 
 WORKERS = 8  # parts of the random calls
 CALLS = 18  # of each, with three draws of numbers
 
 
+@pytest.mark.parametrize("rows", [None, 1, 64])
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_cases(case: Case) -> None:
+def test_cases(case: Case, rows: int | None, together: Together) -> None:
+    together(rows)
     x = inputs_of(case, "float32")
     compare(x, run(x, case.pattern()), ROUNDING["float32"])
 
@@ -33,18 +39,22 @@ def test_cases_in_16_bits(name: str, dtype: str) -> None:
     compare(x, run(x, case.pattern()), ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("rows", [0, 1, 64])
 @pytest.mark.parametrize("name", ["window", "all_terms", "per_head", "dense"])
-def test_plain_lax(name: str) -> None:
+def test_plain_lax(name: str, rows: int, together: Together) -> None:
     """`implementation="blocked"`, which JAX differentiates itself."""
+    together(rows)
     (case,) = (c for c in SMALL if c.name == name)
     x = inputs_of(case, "float32")
     compare(x, run(x, case.pattern(), "blocked"), ROUNDING["float32"])
 
 
+@pytest.mark.parametrize("rows", [0, 1, 64])
 @pytest.mark.parametrize("implementation", [None, "blocked"])
 @pytest.mark.parametrize("case", [case for case in SMALL if "unkept" in case.tags], ids=str)
-def test_nothing_unkept_reaches_a_result(case: Case, implementation: str | None) -> None:
+def test_nothing_unkept_reaches_a_result(case: Case, implementation: str | None, rows: int, together: Together) -> None:
     """NaN and infinities in what no kept pair has: the bits that zeros give, in gradients of JAX's own as well."""
+    together(rows)
     x = inputs_of(case, "float32")
     (B, Q, H, _), (_, K, G, _) = x.q.shape, x.k.shape
     keep = np.broadcast_to(x.keep, (B, H, Q, K))
@@ -76,9 +86,11 @@ def test_float64() -> None:
             assert np.abs(np.asarray(got) - want).max() < 1e-12
 
 
+@pytest.mark.parametrize("rows", [0, 1, 64])
 @pytest.mark.parametrize("implementation", [None, "blocked"])
-def test_rows_longer_than_a_piece(implementation: str | None) -> None:
+def test_rows_longer_than_a_piece(implementation: str | None, rows: int, together: Together) -> None:
     """Of more tiles than one step computes, beside short ones, and of groups of heads."""
+    together(rows)
     pattern = gs.SlidingWindow(300) | gs.Longformer(4, (0, 2500))
     keep = kept(pattern, 200, 2600, 2400)
     x = made(
@@ -109,6 +121,7 @@ def random_pattern(rng: np.random.Generator, B: int, H: int, Q: int, K: int) -> 
             lambda: gs.Strided(n(1, 30), n(1, 12)), lambda: gs.PowerStrided(2, n(1, 9)),
             lambda: gs.Longformer(n(1, 9) * 2, (0,)),
             lambda: gs.CSR(np.cumsum([0, *map(len, rows)]), np.concatenate(rows), K),
+            lambda: PlacedCSR(np.cumsum([0, *map(len, rows)]), np.concatenate(rows), rng.permutation(K)),
             lambda: gs.BlockMask(rng.random((-(-Q // 16), -(-K // 16))) < 0.4, 16),
         ]  # fmt: skip
         return made[n(0, len(made))]()
@@ -127,7 +140,7 @@ def random_pattern(rng: np.random.Generator, B: int, H: int, Q: int, K: int) -> 
 
 
 @pytest.mark.parametrize("part", range(WORKERS))
-def test_random_calls(part: int) -> None:
+def test_random_calls(part: int, together: Together) -> None:
     """About 2,300 comparisons in all: every term at its extremes, sizes under and over tiles, empty rows."""
     count = 0
     for call in range(CALLS):
@@ -137,6 +150,7 @@ def test_random_calls(part: int) -> None:
         Q, K = (int(rng.choice([1, 5, 63, 64, 65, 100, 150])) for _ in range(2))
         D, E = (int(rng.choice([1, 8, 17, 33])) for _ in range(2))
         pattern = random_pattern(rng, B, H, Q, K)
+        together((None, 0, 1, 64)[call % 4])
         offset = K - Q
         if pattern.reads_positions and rng.random() < 0.3:
             offset = int(rng.choice([0, -70, 40, K]))

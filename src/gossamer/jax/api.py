@@ -208,9 +208,10 @@ def config_of(a: Arguments, plan: Prepared, q_offset: int | None, pattern: Any) 
         held = Dense() if pattern is None else pattern
         of_pattern = held if isinstance(held, Pattern) else None
         check_ahead(of_pattern, plan.Q, plan.K, offset, "an array, a layout or a Prepared")
-    return Config(
-        plan.row_extent, plan.column_extent, a.scale, offset, a.softcap, absolute=a.alibi_distance == "absolute"
-    )
+    if a.vectors.alibi_slopes is None:  # else no program reads it: lists say which keys a query sees
+        offset = 0
+    absolute = a.alibi_distance == "absolute"
+    return Config(plan.row_extent, plan.column_extent, a.scale, offset, a.softcap, absolute)
 
 
 def asked_of(a: Arguments, q_offset: int | None) -> Asked:

@@ -18,26 +18,31 @@ from gossamer.jax.tiling import (
     Config,
     Items,
     Pairs,
+    Read,
     Scored,
+    Segments,
     Split,
     Streamed,
     Vectors,
     cleared,
     from_key_tiles,
     from_query_tiles,
+    in_order,
     kept,
     key_tiles,
     lengths_of,
     of_items,
     over_rows,
     query_tiles,
+    read_of,
+    row_positions,
     score,
     slopes_of,
     split_of,
-    streamed_tiles,
     tiles_of,
 )  # fmt: skip
 
+FEW = 64  # rows that are summed one after the other
 Pieces = TypeVar("Pieces", bound=tuple[Any, ...])  # what is summed over the pieces of a row
 
 
@@ -71,7 +76,7 @@ def forward(
         differentiable: loops are those that JAX can turn around, which takes each row as long as the longest.
     """
     c = _Call.of(config, q, k, v)
-    qt, kt, vt = c.queries(q), c.keys(k), c.keys(v)
+    qt, kt, vt = c.queries(q, lists), c.streamed_keys(k), c.streamed_keys(v)
 
     def body(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
         rows = c.rows(qt, items)
@@ -79,8 +84,8 @@ def forward(
         def partial(piece: Array | int) -> tuple[Array, Array, Array]:
             s = tiles_of(lists, items, tiles, piece)
             pairs = c.pairs_by_rows(lists, items, s, vectors)
-            keys, values = (cleared(pairs.streamed, c.streamed(x, items, s)) for x in (kt, vt))
-            scores, _ = c.by_rows(pairs, items, s, c.product(cleared(pairs.resident, rows), keys), vectors)
+            keys, values = (c.streamed(x, items, s)._replace(some=pairs.streamed) for x in (kt, vt))
+            scores, _ = c.by_rows(lists, pairs, items, s, c.product(cleared(pairs.resident, rows), keys), vectors)
             m = lax.stop_gradient(scores.max(-1))
             p = jnp.exp(scores - jnp.where(m == -jnp.inf, 0.0, m)[..., None])
             return m, p.sum(-1), c.apply(p, values)
@@ -92,19 +97,26 @@ def forward(
             a, b = jnp.exp(m - safe), jnp.exp(m_new - safe)
             return top, a * total + b * total_new, a[..., None] * out + b[..., None] * out_new
 
-        m, total, out = c.loop(items, tiles, pieces, partial, step, differentiable)
-        some = total != 0  # a sum that is no number is not that of an empty row
-        total = jnp.where(some, total, 1.0)
-        out = jnp.where(some[..., None], out / total[..., None], 0.0)
-        return out, jnp.where(some, jnp.where(some, m, 0.0) + jnp.log(total), -jnp.inf)[..., None]
+        return c.loop(items, tiles, pieces, partial, step, differentiable)
+
+    def joined(made: tuple[Array, ...], pieces: Segments) -> tuple[Array, ...]:
+        m, total, out = made
+        top = pieces.max(m)
+        factor = jnp.exp(m - jnp.where(top == -jnp.inf, 0.0, top)[pieces.rows])
+        return top, pieces.sum(factor * total), pieces.sum(factor[..., None] * out)
 
     if not (lists.groups and c.split.copies):  # no tiles, or no batch elements
         shape = (*q.shape[:3], v.shape[3])
         out, lse = jnp.zeros(shape, c.dtype), jnp.full(q.shape[:3], -jnp.inf, c.dtype)
     else:
-        out, lse = over_rows(config.rows, lists, c.split, body, (0.0, -jnp.inf), differentiable)
+        empty, like = (-jnp.inf, 0.0, 0.0), (q, k, v, vectors, lists)
+        m, total, out = over_rows(config.rows, lists, c.split, body, empty, like, differentiable, joined)
+        some = total != 0  # a sum that is no number is not that of an empty row
+        total = jnp.where(some, total, 1.0)
+        out = jnp.where(some[..., None], out / total[..., None], 0.0)
+        lse = jnp.where(some, jnp.where(some, m, 0.0) + jnp.log(total), -jnp.inf)[..., None]
         N, block = config.rows.rows, config.rows.block_rows
-        out, lse = (from_query_tiles(x, c.split, N, block) for x in (out, lse))
+        out, lse = (in_order(from_query_tiles(x, c.split, N, block), lists.back) for x in (out, lse))
         lse = lse.squeeze(-1)
     if vectors.sink_logits is not None:
         sink = vectors.sink_logits.astype(c.dtype)
@@ -125,17 +137,17 @@ def backward(
         lse: (B, Q, H), +inf of a row that keeps nothing; delta: (B, Q, H), see `row_terms`.
     """
     c = _Call.of(config, q, k, v)
-    qt, kt, vt, dt = c.queries(q), c.keys(k), c.keys(v), c.queries(dout)
-    lt, et = c.queries(lse[..., None], jnp.inf), c.queries(delta[..., None])
+    of_rows = (q, dout, lse[..., None], delta[..., None])
+    padding = (0.0, 0.0, jnp.inf, 0.0)
 
     def by_rows(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
-        q, do, lse, delta = (c.rows(x, items) for x in (qt, dt, lt, et))
+        q, do, lse, delta = (c.rows(x, items) for x in resident_rows)
 
         def partial(piece: Array | int) -> tuple[Array, ...]:
             s = tiles_of(rows, items, tiles, piece)
             pairs = c.pairs_by_rows(rows, items, s, vectors)
-            keys, values = (cleared(pairs.streamed, c.streamed(x, items, s)) for x in (kt, vt))
-            scored = c.by_rows(pairs, items, s, c.product(cleared(pairs.resident, q), keys), vectors)
+            keys, values = (c.streamed(x, items, s)._replace(some=pairs.streamed) for x in streamed_keys)
+            scored = c.by_rows(rows, pairs, items, s, c.product(cleared(pairs.resident, q), keys), vectors)
             p = jnp.exp(scored.s - lse)
             ds = _ds(p, c.product(cleared(pairs.resident, do), values) - delta, scored)
             return (c.apply(ds, keys),)
@@ -144,16 +156,16 @@ def backward(
         return (dq * c.dtype.type(config.scale),)
 
     def by_columns(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
-        k, v = (c.columns(x, items) for x in (kt, vt))
+        k, v = (c.columns(x, items) for x in resident_keys)
 
         def partial(piece: Array | int) -> tuple[Array, ...]:
             s = tiles_of(columns, items, tiles, piece)
-            q, do, lse, delta = (c.streamed_queries(x, items, s) for x in (qt, dt, lt, et))
+            q, do, lse, delta = (c.queries_of(x, items, s) for x in streamed_rows)
             pairs = c.pairs_by_columns(columns, items, s, vectors)
-            q, do = (cleared(pairs.streamed, x) for x in (q, do))
-            scored = c.by_columns(pairs, items, s, c.product(cleared(pairs.resident, k), q), vectors)
-            p = jnp.exp(scored.s - lse.swapaxes(1, 2))
-            ds = _ds(p, c.product(cleared(pairs.resident, v), do) - delta.swapaxes(1, 2), scored)
+            q, do = (x._replace(some=pairs.streamed) for x in (q, do))
+            scored = c.by_columns(columns, pairs, items, s, c.product(cleared(pairs.resident, k), q), vectors)
+            p = jnp.exp(scored.s - lse.whole().swapaxes(1, 2))
+            ds = _ds(p, c.product(cleared(pairs.resident, v), do) - delta.whole().swapaxes(1, 2), scored)
             return c.apply(ds, q), c.apply(p, do)
 
         dk, dv = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
@@ -161,10 +173,15 @@ def backward(
 
     if not (rows.groups and c.split.copies):
         return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))
-    (dq,) = over_rows(config.rows, rows, c.split, by_rows, (0.0,))
-    dk, dv = over_rows(config.columns, columns, c.split, by_columns, (0.0, 0.0))
-    dq = from_query_tiles(dq, c.split, config.rows.rows, config.rows.block_rows)
-    dk, dv = (from_key_tiles(x, c.split, config.rows.columns, config.rows.block_columns) for x in (dk, dv))
+    resident_rows = [c.queries(x, rows, p) for x, p in zip(of_rows, padding, strict=True)]
+    streamed_rows = [c.streamed_queries(x, p) for x, p in zip(of_rows, padding, strict=True)]
+    resident_keys, streamed_keys = [c.keys(x, columns) for x in (k, v)], [c.streamed_keys(x) for x in (k, v)]
+    like = (q, k, v, *of_rows, vectors, rows, columns)
+    (dq,) = over_rows(config.rows, rows, c.split, by_rows, (0.0,), like)
+    dk, dv = over_rows(config.columns, columns, c.split, by_columns, (0.0, 0.0), like)
+    dq = in_order(from_query_tiles(dq, c.split, config.rows.rows, config.rows.block_rows), rows.back)
+    N, block = config.columns.rows, config.columns.block_rows
+    dk, dv = (in_order(from_key_tiles(x, c.split, N, block), columns.back) for x in (dk, dv))
     return Gradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
 
 
@@ -208,11 +225,19 @@ class _Call(NamedTuple):
         precision = lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
         return cls(config, split_of(config.rows.lead, B, H, k.shape[2]), compute_type(q), precision)
 
-    def queries(self, x: Array, padding: float = 0.0) -> Array:
+    def queries(self, x: Array, lists: TileLists, padding: float = 0.0) -> Array:
         rows = self.config.rows
-        return query_tiles(x, self.split, rows.tiles, rows.block_rows, padding)
+        return query_tiles(in_order(x, lists.order), self.split, rows.tiles, rows.block_rows, padding)
 
-    def keys(self, x: Array) -> Array:
+    def streamed_queries(self, x: Array, padding: float = 0.0) -> Array:
+        columns = self.config.columns
+        return query_tiles(x, self.split, columns.tile_columns, columns.block_columns, padding)
+
+    def keys(self, x: Array, lists: TileLists) -> Array:
+        columns = self.config.columns
+        return key_tiles(in_order(x, lists.order), self.split, columns.tiles, columns.block_rows)
+
+    def streamed_keys(self, x: Array) -> Array:
         rows = self.config.rows
         return key_tiles(x, self.split, rows.tile_columns, rows.block_columns)
 
@@ -224,23 +249,28 @@ class _Call(NamedTuple):
         """The tiles of keys of items of columns."""
         return of_items(x, items, self.config.columns.tiles, self.split.share).astype(self.dtype)
 
-    def streamed(self, x: Array, items: Items, s: Streamed) -> Array:
-        """Tiles of keys, (c, P * block, size)."""
-        found = streamed_tiles(x, items, s, self.config.rows, self.split.share)
-        return found.reshape(found.shape[0], -1, found.shape[-1]).astype(self.dtype)
+    def streamed(self, x: Array, items: Items, s: Streamed) -> Read:
+        """Tiles of keys, P of block."""
+        return read_of(x, items, s, self.config.rows, self.dtype, self.split.share)
 
-    def streamed_queries(self, x: Array, items: Items, s: Streamed) -> Array:
-        """Tiles of queries, (c, P * fold * block, size)."""
-        found = streamed_tiles(x, items, s, self.config.columns)
-        return found.reshape(found.shape[0], -1, found.shape[-1]).astype(self.dtype)
+    def queries_of(self, x: Array, items: Items, s: Streamed) -> Read:
+        """Tiles of queries, P of fold * block."""
+        return read_of(x, items, s, self.config.columns, self.dtype)
 
-    def product(self, x: Array, y: Array) -> Array:
-        """x y^T of each item."""
-        return jnp.einsum("cxd,cyd->cxy", x, y, precision=self.precision)
+    def product(self, x: Array, y: Read) -> Array:
+        """x y^T of each item. One row is multiplied as the others are gathered, which takes half as long on a CPU."""
+        c, n, size = x.shape
+        if n > 1:
+            return jnp.einsum("cxd,cyd->cxy", x, y.whole(), precision=self.precision)
+        terms, ones = (x * y.whole()).reshape(-1, size), jnp.ones(size, x.dtype)
+        return jnp.dot(terms, ones, precision=self.precision).reshape(c, 1, -1)
 
-    def apply(self, p: Array, y: Array) -> Array:
-        """p y of each item."""
-        return jnp.einsum("cxy,cyd->cxd", p, y, precision=self.precision)
+    def apply(self, p: Array, y: Read) -> Array:
+        """p y of each item; one row likewise."""
+        _, n, _ = p.shape
+        if n > 1 or y.rows > FEW:
+            return jnp.einsum("cxy,cyd->cxd", p, y.whole(), precision=self.precision)
+        return sum(p[:, 0, at, None] * y.row(at) for at in range(y.rows))[:, None]
 
     def clears(self, vectors: Vectors) -> bool:
         """Whether there may be queries that keep nothing, or keys that no query keeps."""
@@ -259,10 +289,12 @@ class _Call(NamedTuple):
         rows = jnp.broadcast_to(keep.any(3), (c, fold, extent.block_rows)).reshape(c, -1)
         return Pairs(keep, rows, keep.any((1, 2)))
 
-    def by_rows(self, pairs: Pairs, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
+    def by_rows(
+        self, lists: TileLists, pairs: Pairs, items: Items, s: Streamed, product: Array, vectors: Vectors
+    ) -> Scored:
         """The scores of tiles of queries (c, fold * block_q, P * block_kv)."""
         extent, fold, c = self.config.rows, self.split.fold, product.shape[0]
-        i, j = _positions(extent.block_rows, items.row % extent.tiles), _positions(extent.block_columns, s.columns)
+        i, j = row_positions(extent, lists, items), _positions(extent.block_columns, s.columns)
         slopes = slopes_of(self.split, vectors, items, extent.tiles)
         slopes = None if slopes is None else slopes[:, :, None, None]
         product = product.reshape(c, fold, extent.block_rows, -1)
@@ -276,7 +308,7 @@ class _Call(NamedTuple):
         keep = kept(extent, lists, items, s)[:, :, :, None]
         lengths = lengths_of(self.split, vectors, items, extent.tiles)
         if lengths is not None:
-            j = _positions(extent.block_rows, items.row % extent.tiles)[:, :, None, None, None]
+            j = row_positions(extent, lists, items)[:, :, None, None, None]
             keep = keep & (j < lengths[:, None, None, None, None])
         if not self.clears(vectors):
             return Pairs(keep, None, None)
@@ -284,10 +316,12 @@ class _Call(NamedTuple):
         queries = jnp.broadcast_to(keep.any(1), (c, tiles, fold, block_q)).reshape(c, -1)
         return Pairs(keep, keep.any((2, 3, 4)), queries)
 
-    def by_columns(self, pairs: Pairs, items: Items, s: Streamed, product: Array, vectors: Vectors) -> Scored:
+    def by_columns(
+        self, lists: TileLists, pairs: Pairs, items: Items, s: Streamed, product: Array, vectors: Vectors
+    ) -> Scored:
         """The scores of tiles of keys (c, block_kv, P * fold * block_q)."""
         extent, fold, c = self.config.columns, self.split.fold, product.shape[0]
-        i, j = _positions(extent.block_columns, s.columns), _positions(extent.block_rows, items.row % extent.tiles)
+        i, j = _positions(extent.block_columns, s.columns), row_positions(extent, lists, items)
         slopes = slopes_of(self.split, vectors, items, extent.tiles)
         slopes = None if slopes is None else slopes[:, None, None, :, None]
         product = product.reshape(c, extent.block_rows, -1, fold, extent.block_columns)

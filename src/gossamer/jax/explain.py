@@ -24,7 +24,7 @@ class Explanation:
     implementation: str
     gradient: str
     pattern: str
-    tile: tuple[int, int]
+    tile: tuple[int, int]  # (rows, 1) where lax gathers keys one by one, for so many rows together
     tiles: int  # that are visited
     all_tiles: int
     bits_tiles: int
@@ -40,14 +40,19 @@ class Explanation:
     def __str__(self) -> str:
         p = self.problem
         block_q, block_kv = self.tile
+        queries = "1 query" if block_q == 1 else f"{block_q} queries"
+        gathered = f"{self.tiles:,} keys, each for {queries}: {self.share:.1%} of all pairs"
+        tiles = (
+            f"{self.tiles:,} of {self.all_tiles:,} of {block_q} x {block_kv} ({self.share:.1%}), "
+            f"{self.bits_tiles:,} masked pair by pair"
+        )
         rows = {
             "problem": f"B={p.B} H={p.H} G={p.G} Q={p.Q} K={p.K} D={p.D} E={p.E}, {p.dtype}, {p.device}"
             + (f", {', '.join(sorted(p.score_terms))}" if p.score_terms else ""),
             "pattern": self.pattern,
             "implementation": self.implementation,
             "gradient": self.gradient,
-            "tiles": f"{self.tiles:,} of {self.all_tiles:,} of {block_q} x {block_kv} ({self.share:.1%}), "
-            f"{self.bits_tiles:,} masked pair by pair",
+            **({"gathered": gathered} if block_kv == 1 and not self.kernels else {"tiles": tiles}),
             "layout": f"{self.layout_bytes:,} bytes",
         }
         if self.kernels:
@@ -106,4 +111,6 @@ def _tiles(lists: TileLists) -> int:
 
 def _bits(lists: TileLists) -> int:
     """Tiles of which each pair has a bit."""
+    if not len(lists.masks) and len(lists.pool):
+        return _tiles(lists)
     return int((np.asarray(lists.masks) >= 0)[: _tiles(lists)].sum())

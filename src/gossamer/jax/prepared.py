@@ -12,22 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from gossamer.checks import show
-from gossamer.jax import compat
+from gossamer.jax import choice, compat
 from gossamer.jax.arguments import check_flags, describe, is_array, numbers, shape_of
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Made, Recipe
-from gossamer.jax.tiles import Extent, TileLists, both_directions
+from gossamer.jax.tiles import Extent, TileLists, Walked, both_directions, both_gathered
 from gossamer.kernels.contract import Scoring
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
 from gossamer.layouts.dense import from_dense
+from gossamer.layouts.gather import build_gather
 from gossamer.memo import Memo
 from gossamer.patterns import CSR, Dense, Pattern
+from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.plan.arguments import instead
 from gossamer.plan.problem import Problem
 
 EMBEDDED = 2**20  # bytes of lists that a program may hold as constants without a warning
-TILE = 64  # measured on two cores, as for torch
+TILE = choice.TILE
 OTHER_CALLS = "its Prepared was prepared for other calls, and of no pattern"
 PATTERN = (
     "None, a Pattern, a Prepared, a BlockLayout of numpy arrays, a boolean array that broadcasts to "
@@ -209,7 +211,10 @@ def plan_of(pattern: Any, asked: Asked) -> Prepared:
         assert isinstance(resolved, Pattern)
         plan = _without_tiles(resolved, p, q_offset)
     else:
-        plan = tiles_of(resolved, p.B, p.H, p.Q, p.K, q_offset)
+        together = 0
+        if made is None and isinstance(resolved, Pattern):
+            together = choice.gathered_rows(resolved, p, p.K - p.Q if q_offset is None else q_offset)
+        plan = lists_of(resolved, p.B, p.H, p.Q, p.K, q_offset, together)
     if made is None:
         return replace(plan, lists={}, recipe=None) if plan.recipe else plan
     return replace(plan, lists={d: dict(x) for d, x in made.lists.items()}, recipe=made.recipe)
@@ -230,10 +235,13 @@ def without_tiles(name: str, Q: int, K: int, lead: tuple[int, int], q_offset: in
     return Prepared(nothing, nothing, rows, columns, q_offset, Label(name))
 
 
-def tiles_of(
-    resolved: Pattern | BlockLayout | Prepared, B: int, H: int, Q: int, K: int, q_offset: int | None
+def lists_of(
+    resolved: Pattern | BlockLayout | Prepared, B: int, H: int, Q: int, K: int, q_offset: int | None, together: int = 0
 ) -> Prepared:
-    """The prepared form with the tiles that `blocked` reads.
+    """The prepared form with the tiles, or the gathered columns, that `blocked` reads.
+
+    Args:
+        together: rows of a pattern that gather columns together; 0: tiles.
 
     Raises:
         ValueError: it is none of what is accepted, or does not fit.
@@ -243,14 +251,21 @@ def tiles_of(
     if isinstance(resolved, BlockLayout):
         if q_offset not in (None, resolved.q_offset):
             raise ValueError(f"q_offset must be left out with a mask or a layout; got {q_offset}")
-        return _fitting(_from_layout(resolved, resolved.q_offset, f"{type(resolved).__name__}"), B, H, Q, K, None)
+        both = both_directions(resolved)
+        return _fitting(_walked(*both, resolved.q_offset, f"{type(resolved).__name__}"), B, H, Q, K, None)
     offset = K - Q if q_offset is None else q_offset
     resolved.check(Q, K, H, B, placed=q_offset is not None)
-    key = (resolved, Q, K, offset)
+    key = (resolved, Q, K, offset, together)
 
     def make() -> Prepared:
-        layout = build(resolved, Q, K, block_q=TILE, block_kv=TILE, q_offset=offset)
-        return _from_layout(layout, offset if resolved.reads_positions else None, show(resolved))
+        if not together:
+            both = both_directions(build(resolved, Q, K, block_q=TILE, block_kv=TILE, q_offset=offset))
+        elif isinstance(resolved, (choice.PlacedCSR, ReorderedCSR)):
+            layout = build_gather(resolved.inner, Q, K, block_q=together, q_offset=offset)
+            both = both_gathered(layout, resolved.order)
+        else:
+            both = both_gathered(build_gather(resolved, Q, K, block_q=together, q_offset=offset), None)
+        return _walked(*both, offset if resolved.reads_positions else None, show(resolved))
 
     return _plans.get_or_make(key, make, lambda plan: plan.nbytes)
 
@@ -275,8 +290,7 @@ def for_call(pattern: Any, asked: Asked) -> Prepared:
     return _on_device.get_or_make(key, lambda: jax.tree.map(jnp.asarray, plan), lambda plan: plan.nbytes)
 
 
-def _from_layout(layout: BlockLayout, q_offset: Any, name: str) -> Prepared:
-    rows, columns = both_directions(layout)
+def _walked(rows: Walked, columns: Walked, q_offset: Any, name: str) -> Prepared:
     return Prepared(rows.lists, columns.lists, rows.extent, columns.extent, q_offset, Label(name))
 
 

@@ -25,6 +25,7 @@ from gossamer.checks import real, sized, whole
 from gossamer.jax import compat
 from gossamer.jax.api import attention
 from gossamer.jax.arguments import describe
+from gossamer.jax.choice import TILE, PlacedCSR
 from gossamer.patterns import CSR
 from gossamer.patterns.csr import MOST_PAIRS
 from gossamer.patterns.grid import ranges
@@ -133,7 +134,8 @@ def create_sparsity_mask(
     with np.errstate(over="ignore", invalid="ignore"):  # of numbers too large to be squared
         pairs = _nearest(points, wanted, sizes) if limit is None else _within(points, limit, sizes)
     rows, columns = np.divmod(np.sort(pairs), N)
-    return CSR(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=N))]), columns, N)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=N))])
+    return PlacedCSR(indptr, columns, _order(points, sizes)) if d <= CELL_AXES else CSR(indptr, columns, N)
 
 
 def sparse_attention(q: Array, k: Array, v: Array, mask: Any, **options: Any) -> Any:
@@ -234,6 +236,23 @@ def _has_cells(points: np.ndarray, limit: float, sizes: np.ndarray) -> bool:
         return False
     _, _, number = _cells(points, limit, sizes)
     return bool((number > FEWEST_CELLS).any())
+
+
+def _order(points: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Points halved along their longest axis again and again: near ones are near in this order."""
+    periodic = np.isfinite(sizes)
+    points = np.where(periodic, np.mod(points, np.where(periodic, sizes, 1.0)), points)
+    parts, found = [np.arange(len(points))], []
+    while parts:
+        part = parts.pop()
+        if len(part) <= TILE:
+            found.append(part)
+            continue
+        some = points[part]
+        half = -(-len(part) // (2 * TILE)) * TILE  # whole groups of rows
+        cut = np.argpartition(some[:, np.argmax(some.max(0) - some.min(0))], half)
+        parts += [part[cut[half:]], part[cut[:half]]]
+    return np.concatenate(found)
 
 
 def _near(points: np.ndarray, limit: float, sizes: np.ndarray) -> Iterator[Near]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gossamer.jax.arguments import describe
-from gossamer.jax.prepared import Prepared, tiles_of
+from gossamer.jax.prepared import Prepared, lists_of
 from gossamer.patterns import CSR, Causal, Dense, Local, Pattern, PerHead, SlidingWindow
 
 KNOWN = "FullMask, CausalMask, LocalMask, ChunkedCausalMask, NumpyMask, MultiHeadMask, and any & and | of them"
@@ -40,7 +40,7 @@ def from_splash(mask: Any) -> Prepared:
     else:
         pattern = _pattern(mask, offset)
     _, heads = pattern.lead
-    return tiles_of(pattern, 1, heads, Q, K, offset if pattern.reads_positions else None)
+    return lists_of(pattern, 1, heads, Q, K, offset if pattern.reads_positions else None)
 
 
 def _kind(mask: Any) -> str:

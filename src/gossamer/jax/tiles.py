@@ -1,7 +1,11 @@
-"""The tiles of a block layout as arrays of JAX: of each row those that it visits, rows of a like number together.
+"""The tiles of a layout as arrays of JAX: of each row those that it visits, rows of a like number together.
 
 Made from a layout of numpy arrays, once. All shapes follow from the pattern, none from batch or heads, so that the same
 lists serve every shard of a call.
+
+The columns that a gather layout lists for a group of rows are tiles of one column. Their lists are cut into pieces of
+one length, whose results are joined, so that all pieces are alike; arrays are filled up to a capacity, and a changed
+list of the same capacity needs no new program.
 """
 
 from __future__ import annotations
@@ -11,26 +15,35 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.layouts.block import BlockLayout
+from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.layouts.kept import keeps_all
 from gossamer.layouts.walk import Walk
+from gossamer.patterns.grid import WORD, ranges
 
 FULL, INTERVAL, NOTHING = -1, -2, -3  # what masks a tile; an entry of the pool is its number
-PIECE = 16  # tiles of a long row that are computed at a time
+PIECE = 1024  # columns of a long row that are computed at a time
+WIDTHS = {1: 16, 64: 256}  # columns of a piece, by the rows that gather together: measured on two cores
 Array = Any  # numpy.ndarray or jax.Array
 
 
 class TileLists(NamedTuple):
-    """One direction of a layout, as data. L = Bl * Hl lists, each of T rows of tiles."""
+    """One direction of a layout, as data. L = Bl * Hl lists, each of T rows of tiles.
+
+    Of gathered columns starts and counts are those of pieces, groups one array with the row of each piece, ascending,
+    and places (1,) their number, without those that fill up.
+    """
 
     starts: Array  # (L * T,) int32: where the tiles of a row begin
     counts: Array  # (L * T,) int32
     columns: Array  # (n,) int32: tile columns
-    masks: Array  # (n,) int32: FULL, INTERVAL or an entry of the pool
+    masks: Array  # (n,) int32: FULL, INTERVAL or an entry of the pool; (0,) of gathered columns
     lo: Array  # (L, T * block_rows) int32: row r of an interval tile keeps columns [lo[r], hi[r]); (0, 0) without any
     hi: Array
-    pool: Array  # (P, block_rows, block_columns // 32) uint32
+    pool: Array  # (P, block_rows, block_columns // 32) uint32; of gathered columns (n, block_rows // 32), bits of rows
     groups: tuple[Array, ...]  # rows (n,) int32 with a like number of tiles
     places: Array  # (L * T,) int32: where a row is in all groups, one after the other; those of no tile come last
+    order: Array = np.zeros(0, np.int32)  # (rows,) int32: the row that comes at each place; (0,): as they are
+    back: Array = np.zeros(0, np.int32)  # where each row went
 
 
 class Extent(NamedTuple):
@@ -53,6 +66,16 @@ class Extent(NamedTuple):
     def tile_columns(self) -> int:
         return -(-self.columns // self.block_columns)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether columns are gathered one by one."""
+        return self.block_columns == 1
+
+    @property
+    def piece(self) -> int:
+        """Tiles of a long row that are computed at a time."""
+        return max(1, PIECE // self.block_columns)
+
 
 class Walked(NamedTuple):
     """One direction of a layout."""
@@ -70,17 +93,86 @@ def both_directions(layout: BlockLayout) -> tuple[Walked, Walked]:
 def walked(walk: Walk, unkept: bool) -> Walked:
     """A walk of numpy arrays as lists; `unkept` as an extent has it."""
     starts, counts, columns, masks = _merged(walk)
-    groups, widths = _groups(counts)
+    Bl, Hl = walk.lead
+    extent = Extent(walk.rows, walk.columns, walk.block_rows, walk.block_columns, (Bl, Hl), (), unkept)
+    groups, widths = _groups(counts, extent.piece)
+    # A row alone is that of one query behind keys that grow: it takes less to compute a third more than to compile.
+    widths = tuple(capacity_of(most) if len(rows) == 1 else most for most, rows in zip(widths, groups, strict=True))
+    extent = extent._replace(widths=widths)
     places = np.full(len(counts), sum(map(len, groups)), dtype=np.int32)
     listed = np.concatenate([*groups, np.zeros(0, np.int32)])
     places[listed] = np.arange(len(listed))
-    Bl, Hl = walk.lead
-    extent = Extent(walk.rows, walk.columns, walk.block_rows, walk.block_columns, (Bl, Hl), widths, unkept)
     lo = hi = np.zeros((0, 0), np.int32)
     if walk.lo.size:
         lo, hi = _padded(walk.lo, extent), _padded(walk.hi, extent)
     lists = TileLists(starts, counts, columns, masks, lo, hi, walk.pool, groups, places)
     return Walked(extent, lists)
+
+
+def both_gathered(layout: GatherLayout, order: np.ndarray | None) -> tuple[Walked, Walked]:
+    """The rows of a gather layout of numpy arrays, and its columns.
+
+    Args:
+        order: which row, and which column, comes at each place of the layout; None: as they are.
+    """
+    both = [_gathered(walk, order) for walk in (layout.rows, layout.columns)]
+    unkept = not all(_keeps_all(walk) for walk in (layout.rows, layout.columns))
+    rows, columns = (Walked(extent._replace(unkept=unkept), lists) for extent, lists in both)
+    return rows, columns
+
+
+def _keeps_all(walk: GatherWalk) -> bool:
+    """Whether there is no row that is read and keeps nothing."""
+    if not walk.has_bits:
+        return True
+    starts, counts = walk.starts.reshape(-1), walk.counts.reshape(-1)
+    if not counts.all():
+        return False
+    group, words = ranges(starts // WORD, -(-(starts + counts) // WORD))
+    some = np.logical_or.reduceat(walk.bits[words] != 0, np.flatnonzero(np.diff(group, prepend=-1)))
+    return bool(some.reshape(*walk.counts.shape[:2], -1)[..., : walk.rows].all())
+
+
+def _gathered(walk: GatherWalk, order: np.ndarray | None) -> Walked:
+    """A gather walk of numpy arrays as lists; columns are not reordered, but named by their own numbers."""
+    starts, counts = walk.starts.reshape(-1), walk.counts.reshape(-1).astype(np.int64)
+    _, at = ranges(starts, starts + counts)  # without padding
+    columns, width = walk.indices[at] if order is None else order[walk.indices[at]], WIDTHS[walk.block_rows]
+    pool = np.zeros((0, 1), np.uint32)
+    if walk.has_bits:
+        bits = walk.bits.T[:, at // WORD] >> (at % WORD).astype(np.uint32) & 1  # (block_rows, n)
+        packed = np.packbits(np.ascontiguousarray(bits.T.astype(np.uint8)), axis=1, bitorder="little")
+        pool = _filled(packed.view(np.uint32), capacity_of(len(columns)))
+    pieces = -(-counts // width)
+    rows, first = ranges(np.zeros_like(pieces), pieces)
+    starts = (np.cumsum(counts) - counts)[rows] + first * width
+    counts = np.minimum(counts[rows] - first * width, width)
+    n, most = len(rows), capacity_of(len(rows))
+    # What fills up reads again what its row has read, and keeps none of it.
+    each = [_filled(x, most, last) for x, last in ((starts, -1), (counts, None), (rows, -1))]
+    empty, bounds = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+    lists = TileLists(
+        each[0], each[1], _filled(columns, capacity_of(len(columns))), empty, bounds, bounds, pool,
+        (each[2],) if n else (), np.asarray([n], np.int32),
+        *((empty, empty) if order is None else (order.astype(np.int32), np.argsort(order).astype(np.int32))),
+    )  # fmt: skip
+    Bl, Hl = walk.lead
+    return Walked(Extent(walk.rows, walk.columns, walk.block_rows, 1, (Bl, Hl), (width,) if n else ()), lists)
+
+
+def capacity_of(n: int) -> int:
+    """Room for n numbers: a power of two, or one and a half; 1 for none, since of an array something is always read."""
+    power = 1 << max(n - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
+
+
+def _filled(x: np.ndarray, n: int, last: int | None = None) -> np.ndarray:
+    """Integers filled up to n: by the last one, or by zeros."""
+    more = np.zeros((n - len(x), *x.shape[1:]), x.dtype)
+    if last is not None and len(x):
+        more[:] = x[last]
+    found = np.concatenate([x, more])
+    return found if x.dtype == np.uint32 else found.astype(np.int32)
 
 
 def _merged(walk: Walk) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -95,17 +187,17 @@ def _merged(walk: Walk) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
     Bl, Hl = walk.lead
     counts = np.bincount(row, minlength=Bl * Hl * walk.tiles)
     starts = np.cumsum(counts) - counts
-    one = np.zeros(1, np.int32) if not len(order) else np.zeros(0, np.int32)  # of an array something is always read
+    room = capacity_of(len(order))
     return (
-        starts.astype(np.int32), counts.astype(np.int32), np.concatenate([column[order], one]).astype(np.int32),
-        np.concatenate([mask[order], one]).astype(np.int32),
+        starts.astype(np.int32), counts.astype(np.int32), _filled(column[order].astype(np.int64), room),
+        _filled(mask[order].astype(np.int64), room),
     )  # fmt: skip
 
 
-def _groups(counts: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+def _groups(counts: np.ndarray, piece: int) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
     """Rows by their number of tiles: with the most of them, those of over half of it, and so on down.
 
-    Rows of over PIECE tiles are one group, longest first: they are computed piece by piece, as many as each has.
+    Rows of over a piece of tiles are one group, longest first: they are computed piece by piece, as many as each has.
     """
     found: list[np.ndarray] = []
     widths: list[int] = []
@@ -114,8 +206,8 @@ def _groups(counts: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]
     left = left[order]
     while len(left):
         most = int(counts[left].max())
-        chosen = counts[left] > (PIECE if most > PIECE else most // 2)
-        rows = left[chosen] if most > PIECE else np.sort(left[chosen])
+        chosen = counts[left] > (piece if most > piece else most // 2)
+        rows = left[chosen] if most > piece else np.sort(left[chosen])
         found.append(rows.astype(np.int32))
         widths.append(most)
         left = left[~chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gossamer.jax.tiles import INTERVAL, NOTHING, PIECE, Extent, TileLists
+from gossamer.jax.compat import varying_with
+from gossamer.jax.tiles import INTERVAL, NOTHING, Extent, TileLists
 
 # Scores that one step computes: measured on two cores, where fewer make short loops and more leave the cache.
 SCORES = 2**18
+READ = 64  # scores of a column that take as long as reading it where it is gathered
 
 
 class Vectors(NamedTuple):
@@ -117,21 +120,48 @@ class Streamed(NamedTuple):
     masks: Array  # (c, P) int32
 
 
+class Segments(NamedTuple):
+    """The pieces of rows that are joined."""
+
+    rows: Array  # of pieces, ascending
+    number: int  # of rows
+
+    def sum(self, x: Array) -> Array:
+        """Of the pieces of each row."""
+        found: Array = jax.ops.segment_sum(x, self.rows, self.number, indices_are_sorted=True)
+        return found
+
+    def max(self, x: Array) -> Array:
+        """Of the pieces of each row; -inf of one that has none."""
+        found: Array = jax.ops.segment_max(x, self.rows, self.number, indices_are_sorted=True)
+        return found
+
+
+def sums(made: tuple[Array, ...], pieces: Segments) -> tuple[Array, ...]:
+    """The results of rows, of which those of pieces are summands."""
+    return tuple(pieces.sum(x) for x in made)
+
+
 def over_rows(
     extent: Extent, lists: TileLists, split: Split, body: Callable[[Items, int, int], tuple[Array, ...]],
-    empty: tuple[float, ...], checkpointed: bool = False,
+    empty: tuple[float, ...], like: Any, checkpointed: bool = False,
+    joined: Callable[[tuple[Array, ...], Segments], tuple[Array, ...]] = sums,
 ) -> tuple[Array, ...]:  # fmt: skip
     """What `body` computes of every row of tiles and copy: each result (C, L * T, ...).
 
     Args:
         body: of some items, whose rows visit at most `tiles` tiles in each of `pieces` steps: (c, ...) each.
         empty: of a row that visits no tile, for each result.
+        like: all arrays that the body reads.
         checkpointed: a gradient of JAX's own computes a step again, and keeps its inputs alone.
+        joined: what rows have of the results of their pieces, where columns are gathered.
     """
+    if extent.gathers:
+        return _over_pieces(extent, lists, split, body, empty, like, checkpointed, joined)
     found: list[tuple[Array, ...]] = []
     block = extent.block_rows * extent.block_columns * split.fold
     for rows, width in zip(lists.groups, extent.widths, strict=True):
-        tiles, n = min(width, PIECE), rows.shape[0] * split.copies
+        tiles, n = min(width, extent.piece), rows.shape[0] * split.copies
         steps = -(-n // max(1, SCORES // (block * tiles)))
         each = -(-n // steps)
         item = jnp.arange(steps * each, dtype=jnp.int32) % n  # the last ones are computed twice
@@ -152,6 +182,43 @@ def over_rows(
     return tuple(_in_place(list(parts), lists.places, value) for parts, value in zip(every, empty, strict=True))
 
 
+def _over_pieces(
+    extent: Extent, lists: TileLists, split: Split, body: Callable[[Items, int, int], tuple[Array, ...]],
+    empty: tuple[float, ...], like: Any, checkpointed: bool,
+    joined: Callable[[tuple[Array, ...], Segments], tuple[Array, ...]],
+) -> tuple[Array, ...]:  # fmt: skip
+    """`over_rows` of gathered columns: as many steps as the pieces that there are, of equal sizes."""
+    (rows,), (width,), copies = lists.groups, extent.widths, split.copies
+    n = rows.shape[0] * copies
+    each = min(n, max(1, SCORES // (max(extent.block_rows * split.fold, READ) * width)))
+    steps = -(-n // each)
+    at = jnp.minimum(jnp.arange(steps * each, dtype=jnp.int32), n - 1)  # the last ones are computed twice
+    piece, copy = at // copies, at % copies
+    row = jnp.asarray(rows)[piece]
+    items = Items(row, copy, jnp.asarray(lists.starts)[piece], jnp.asarray(lists.counts)[piece])
+    items = jax.tree.map(lambda x: x.reshape(steps, each), items)
+
+    def step(items: Items) -> tuple[Array, ...]:
+        made: tuple[Array, ...] = varying_with(tuple(body(items, width, 1)), like)
+        return made
+
+    if checkpointed:
+        made = lax.map(jax.checkpoint(step), items)
+    else:
+        shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[0], items))
+        none = tuple(jnp.full((steps, *x.shape), value, x.dtype) for x, value in zip(shapes, empty, strict=True))
+
+        def one(at: Array, made: tuple[Array, ...]) -> tuple[Array, ...]:
+            found = step(jax.tree.map(lambda x: x[at], items))
+            return tuple(lax.dynamic_update_index_in_dim(x, new, at, 0) for x, new in zip(made, found, strict=True))
+
+        made = lax.fori_loop(0, -(-jnp.asarray(lists.places)[0] * copies // each), one, varying_with(none, like))
+    L, T = math.prod(extent.lead), extent.tiles
+    pieces = Segments((row * copies + copy)[:n], L * T * copies)
+    every = joined(tuple(x.reshape(steps * each, *x.shape[2:])[:n] for x in made), pieces)
+    return tuple(x.reshape(L * T, copies, *x.shape[1:]).swapaxes(0, 1) for x in every)
+
+
 def _in_place(parts: list[Array], places: Array, empty: float) -> Array:
     """The results of all groups (C, n, ...), by rows; `empty` of those in no group."""
     first, *_ = parts
@@ -166,14 +233,19 @@ def of_items(x: Array, items: Items, tiles: int, share: int = 1) -> Array:
         tiles: T; share: lists of rows that one list of x is for.
     """
     row = items.row if share == 1 else items.row // (tiles * share) * tiles + items.row % tiles
-    return x.reshape(-1, *x.shape[2:])[items.copy * x.shape[1] + row]
+    return taken(x.reshape(-1, *x.shape[2:]), items.copy * x.shape[1] + row)
 
 
-def streamed_tiles(x: Array, items: Items, s: Streamed, extent: Extent, share: int = 1) -> Array:
-    """The tiles that a step reads, (c, P, block, size), of x (C, lists * tile columns, block, size)."""
+def read_of(x: Array, items: Items, s: Streamed, extent: Extent, dtype: Any, share: int = 1) -> Read:
+    """The tiles that a step reads of x (C, lists * tile columns, block, size)."""
     first = items.row // (extent.tiles * share) * extent.tile_columns
     at = (items.copy * x.shape[1] + first)[:, None] + s.columns
-    return x.reshape(-1, *x.shape[2:])[at]
+    return Read(x.reshape(-1, *x.shape[2:]), at, dtype)
+
+
+def taken(x: Array, at: Array) -> Array:
+    """x[at], of places that exist."""
+    return x.at[at].get(mode="promise_in_bounds")
 
 
 def tiles_of(lists: TileLists, items: Items, tiles: int, piece: Any) -> Streamed:
@@ -182,12 +254,14 @@ def tiles_of(lists: TileLists, items: Items, tiles: int, piece: Any) -> Streamed
     there = at < items.count[:, None]
     # Behind the last tile the first is read again: another might hold what no pair of the row has.
     place = items.first[:, None] + jnp.where(there, at, 0)
-    masks = jnp.where(there, jnp.asarray(lists.masks)[place], NOTHING)
-    return Streamed(jnp.asarray(lists.columns)[place], masks)
+    masks = jnp.asarray(lists.masks)[place] if lists.masks.shape[0] else place
+    return Streamed(jnp.asarray(lists.columns)[place], jnp.where(there, masks, NOTHING))
 
 
 def kept(extent: Extent, lists: TileLists, items: Items, s: Streamed) -> Array:
     """Which pairs of these tiles are attended, (c, block_rows, P, block_columns)."""
+    if extent.gathers:
+        return _kept_of_gathered(extent, lists, s)
     at = s.columns[:, :, None] * extent.block_columns + jnp.arange(extent.block_columns, dtype=jnp.int32)
     low: Array | int = 0
     high = jnp.where(s.masks == NOTHING, 0, extent.columns)[:, None]  # (c, 1, P)
@@ -205,6 +279,28 @@ def kept(extent: Extent, lists: TileLists, items: Items, s: Streamed) -> Array:
     return jnp.broadcast_to(found, (c, extent.block_rows, s.columns.shape[1], extent.block_columns))
 
 
+def _kept_of_gathered(extent: Extent, lists: TileLists, s: Streamed) -> Array:
+    """Which pairs of gathered columns are attended, (c, block_rows, P, 1)."""
+    found = (s.masks != NOTHING)[:, None]
+    if lists.pool.shape[0]:
+        rows = jnp.arange(extent.block_rows, dtype=jnp.uint32)
+        words = jnp.asarray(lists.pool)[jnp.maximum(s.masks, 0)].swapaxes(1, 2)  # (c, block_rows / 32, P)
+        bits = (jnp.repeat(words, 32, axis=1) >> (rows % 32)[:, None]) & 1
+        found = found & (bits == 1)
+    return found[..., None]
+
+
+def in_order(x: Array, order: Array) -> Array:
+    """Rows (B, N, ...) in an order; an empty one leaves them as they are."""
+    return x[:, order] if order.shape[0] else x
+
+
+def row_positions(extent: Extent, lists: TileLists, items: Items) -> Array:
+    """The rows of items, (c, block_rows) int32; of those past the end any."""
+    at = (items.row % extent.tiles)[:, None] * extent.block_rows + jnp.arange(extent.block_rows, dtype=jnp.int32)
+    return jnp.asarray(lists.order)[jnp.minimum(at, extent.rows - 1)] if lists.order.shape[0] else at
+
+
 class Pairs(NamedTuple):
     """The pairs of a step: which are attended, and which rows of both operands any of them reads."""
 
@@ -214,8 +310,33 @@ class Pairs(NamedTuple):
 
 
 def cleared(some: Array | None, x: Array) -> Array:
-    """`x` (c, n, size), and 0 in rows that no pair reads: 0 times NaN is NaN, in gradients of JAX's own as well."""
+    """`x` (..., size), and 0 in rows that no pair reads: 0 times NaN is NaN, in gradients of JAX's own as well."""
     return x if some is None else jnp.where(some[..., None], x, 0)
+
+
+class Read(NamedTuple):
+    """Tiles that a step reads, P of n rows for each of c items: once more wherever they are used."""
+
+    x: Array  # (tiles, n, size)
+    at: Array  # (c, P)
+    dtype: Any
+    some: Array | None = None  # (c, P * n) bool: what any pair reads; None: all
+
+    @property
+    def rows(self) -> int:
+        """Of an item."""
+        return self.at.shape[1] * self.x.shape[1]
+
+    def whole(self) -> Array:
+        """(c, P * n, size)."""
+        *_, size = self.x.shape
+        return cleared(self.some, taken(self.x, self.at).reshape(len(self.at), -1, size).astype(self.dtype))
+
+    def row(self, place: int) -> Array:
+        """(c, size), the one at a place of each item."""
+        tile, row = divmod(place, self.x.shape[1])
+        found = taken(self.x, self.at[:, tile])[:, row].astype(self.dtype)
+        return cleared(None if self.some is None else self.some[:, place], found)
 
 
 class Scored(NamedTuple):

@@ -38,7 +38,7 @@ def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) 
     given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
         return NeighborRows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
-    made = _attend(call, fused, *given, neighbors)
+    made: NeighborRows = _attend_compiled(call, fused, *given, neighbors)
     return made._replace(out=made.out.astype(v.dtype))
 
 
@@ -147,6 +147,7 @@ def _backward_blocked(
 
 
 _attend.defvjp(_forward, _backward)
+_attend_compiled = jax.jit(_attend, static_argnums=(0, 1))  # found again by a call that is computed at once
 
 
 def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:

@@ -1,0 +1,96 @@
+"""What is compiled again: nothing for a mask, lists or positions of the same capacity, computed at once or in `jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import monitoring
+
+import gossamer as gs
+import gossamer.jax as gsj
+from gossamer import particles as gp
+from gossamer.jax.tiles import capacity_of
+
+N = 300
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[[Callable[[], Any]], int]]:
+    """How many programs a function compiles."""
+    seen: list[str] = []
+
+    def listen(name: str, _: float, **facts: Any) -> None:
+        seen.append(name)
+
+    def count(function: Callable[[], Any]) -> int:
+        seen.clear()
+        jax.block_until_ready(function())
+        return seen.count(COMPILED)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield count
+    monitoring.unregister_event_duration_listener(listen)
+
+
+def arrays(count: int, *shape: int) -> list[jax.Array]:
+    return [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def gradient(mask: Any, q: jax.Array) -> Any:
+    return jax.grad(lambda q: gsj.sparse_attention(q, q, q, mask).sum())(q)
+
+
+@pytest.mark.parametrize(("d", "rows"), [(3, 1), (64, 1), (3, 64)])
+def test_another_mask(d: int, rows: int, together: Any, compiled: Any) -> None:
+    """Of as many pairs: at once, its gradient, and as an argument of a jitted function."""
+    together(rows)
+    q, *points = arrays(4, N, d)
+    first, *others = (gsj.create_sparsity_mask(x, share=0.06) for x in points)
+    shapes = [[x.shape for x in jax.tree.leaves(gsj.prepare(mask, q, q))] for mask in (first, *others)]
+    assert shapes[0] == shapes[1] == shapes[2]
+    step = jax.jit(lambda plan, q: gsj.sparse_attention(q, q, q, plan))
+    for call in (
+        lambda mask: gsj.sparse_attention(q, q, q, mask),
+        lambda mask: gradient(mask, q),
+        lambda mask: step(gsj.prepare(mask, q, q), q),
+    ):
+        assert compiled(lambda call=call: call(first))  # type: ignore[misc]
+        for mask in (first, *others):
+            assert not compiled(lambda call=call, mask=mask: call(mask))  # type: ignore[misc]
+
+
+def test_lists_of_neighbours(compiled: Any) -> None:
+    q, x, moved = arrays(3, N, 3)
+    one, other = (gsj.create_sparsity_mask(at, 0.8, capacity=64) for at in (x, moved))
+    heads = jnp.ones((2, N, 4, 8))
+    for call in (
+        lambda near: gsj.sparse_attention(q, q, q, near),
+        lambda near: gp.neighbor_attention(q, q, q, near, kernel="dot+gaussian", bandwidth=0.3),
+        lambda near: gsj.sparse_attention(heads, heads, heads, near),
+        lambda near: gradient(near, q),
+    ):
+        assert compiled(lambda call=call: call(one))  # type: ignore[misc]
+        assert not compiled(lambda call=call: [call(near) for near in (one, other)])  # type: ignore[misc]
+
+
+def test_positions_of_one_query(compiled: Any) -> None:
+    """Steps of decoding: programs for numbers of tiles that lie further and further apart, not one a step."""
+    k, v = arrays(2, 1, 1024, 2, 16)
+    q = k[:, :1]
+    step = lambda at: gsj.attention(q, k, v, gs.Causal(), q_offset=at)  # noqa: E731
+    for at in (70, 127, 128, 300, 600):
+        step(at)
+    assert not compiled(lambda: [step(at) for at in (71, 99, 126, 128, 310, 350, 610, 760)])
+
+
+def test_capacities() -> None:
+    for n in range(1, 5000):
+        assert n <= capacity_of(n) <= max(1.5 * n, 1)
+    assert len({capacity_of(n) for n in range(2**20, 2**22)}) == 5
+    assert np.diff([capacity_of(n) for n in range(5000)]).min() >= 0
