@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import gossamer as gs
 import gossamer.jax as gsj
+from gossamer.jax.tiles import capacity_of
 from gossamer.testing.graphs import random_graph
 
 
@@ -23,7 +25,7 @@ def ones(N: int, heads: int = 1, size: int = 4) -> jax.Array:
 def test_a_large_plan_is_no_part_of_the_program() -> None:
     """16 MiB of lists add under 100 KB to the program; as constants they would add twice their size, with a warning."""
     rng = np.random.default_rng(0)
-    pattern = gs.CSR.from_edge_index(rng.integers(0, 8192, (2, 1_500_000)), 8192)
+    pattern = gs.CSR.from_edge_index(rng.integers(0, 8192, (2, 1_800_000)), 8192)
     x = ones(8192)
     plan = gsj.prepare(pattern, x, x)
     assert plan.nbytes > 16 * 2**20
@@ -69,12 +71,15 @@ def test_shapes_are_enough() -> None:
     assert gsj.prepare(gs.Causal(), jax.ShapeDtypeStruct((70, 8), jnp.float32), q).Q == 70
 
 
-def test_lists_hold_each_tile_once() -> None:
-    """Of a graph, memory follows from tiles, not from pairs of rows."""
+@pytest.mark.parametrize("rows", [0, 1, 64])
+def test_lists_hold_each_tile_once(rows: int, together: Callable[[int | None], None]) -> None:
+    """Of a graph, memory follows from tiles, not from pairs of rows; or from the keys that are gathered."""
+    together(rows)
     x = ones(2048)
     plan = gsj.prepare(random_graph(2048, 3), x, x)
-    assert int(plan.rows.counts.sum()) == int(plan.columns.counts.sum())
-    assert len(plan.rows.columns) == int(plan.rows.counts.sum())
+    of_rows, of_columns = (int(lists.counts.sum()) for lists in (plan.rows, plan.columns))
+    assert of_rows == of_columns or rows == 64
+    assert len(plan.rows.columns) == capacity_of(of_rows)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +231,19 @@ def test_the_name_before_is_accepted_with_a_warning() -> None:
         assert gsj.Plan is gsj.Prepared
     with pytest.raises(AttributeError, match="no attribute 'Plans'"):
         gsj.Plans  # noqa: B018
+
+
+def test_what_lax_gathers() -> None:
+    """What takes the least by counted work, and what is said of it."""
+    x = ones(2048, size=64)
+    points = jax.random.uniform(jax.random.key(0), (2048, 3))
+    graph = random_graph(2048, 3)
+    near = gsj.create_sparsity_mask(points, share=0.22)
+    for pattern, tile in ((graph, (1, 1)), (near, (64, 1)), (gs.SlidingWindow(99), (64, 64)), (gs.Causal(), (64, 64))):
+        assert gsj.explain(x, x, x, pattern).tile == tile, pattern
+    assert "gathered        6,142 keys, each for 1 query: 0.1% of all pairs" in str(gsj.explain(x, x, x, graph))
+    found = gsj.explain(x, x, x, near)
+    assert 0.3 < found.share < 0.5 and found.bits_tiles == found.tiles
+    assert "each for 64 queries" in str(found)
+    scattered = gs.CSR(near.indptr, near.indices, 2048)  # in no order it is computed by tiles
+    assert gsj.explain(x, x, x, scattered).tile == (64, 64)

@@ -12,6 +12,7 @@ import pytest
 
 import gossamer as gs
 import gossamer.jax as gsj
+from gossamer.jax import tiling
 from gossamer.jax.choice import PlacedCSR
 from gossamer.testing.cases import SMALL, Case
 from tests.jax.calls import ROUNDING, inputs_of, kept, made, run, runner
@@ -84,6 +85,21 @@ def test_float64() -> None:
         assert found.lse.dtype == np.float64
         for got, want in zip(found, expected(x), strict=True):
             assert np.abs(np.asarray(got) - want).max() < 1e-12
+
+
+@pytest.mark.parametrize("implementation", [None, "blocked"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_results_of_pieces_are_joined_now_and_then(
+    rows: int, implementation: str | None, together: Together, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows have so many pieces that their results would take more than those of rows."""
+    together(rows)
+    monkeypatch.setattr(tiling, "HELD", 0)
+    monkeypatch.setattr(tiling, "SCORES", 2**16)
+    rng = np.random.default_rng(2)
+    pattern = gs.CSR.from_edge_index(rng.integers(0, 120, (2, 3000)), 120)
+    x = made(rng, (2, 4, 2, 120, 120, 8, 16), "float32", kept(pattern, 120, 120, 0), scale=0.4, q_offset=0)
+    compare(x, run(x, pattern, implementation), ROUNDING["float32"])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 64])

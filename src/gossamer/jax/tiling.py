@@ -15,6 +15,7 @@ from gossamer.jax.tiles import INTERVAL, NOTHING, Extent, TileLists
 
 # Scores that one step computes: measured on two cores, where fewer make short loops and more leave the cache.
 SCORES = 2**18
+HELD = 4  # results of pieces for each row, at most, before they are joined
 READ = 64  # scores of a column that take as long as reading it where it is gathered
 
 
@@ -123,17 +124,18 @@ class Streamed(NamedTuple):
 class Segments(NamedTuple):
     """The pieces of rows that are joined."""
 
-    rows: Array  # of pieces, ascending
+    rows: Array  # of pieces
     number: int  # of rows
+    in_order: bool = True  # the rows ascend
 
     def sum(self, x: Array) -> Array:
         """Of the pieces of each row."""
-        found: Array = jax.ops.segment_sum(x, self.rows, self.number, indices_are_sorted=True)
+        found: Array = jax.ops.segment_sum(x, self.rows, self.number, indices_are_sorted=self.in_order)
         return found
 
     def max(self, x: Array) -> Array:
         """Of the pieces of each row; -inf of one that has none."""
-        found: Array = jax.ops.segment_max(x, self.rows, self.number, indices_are_sorted=True)
+        found: Array = jax.ops.segment_max(x, self.rows, self.number, indices_are_sorted=self.in_order)
         return found
 
 
@@ -187,36 +189,58 @@ def _over_pieces(
     empty: tuple[float, ...], like: Any, checkpointed: bool,
     joined: Callable[[tuple[Array, ...], Segments], tuple[Array, ...]],
 ) -> tuple[Array, ...]:  # fmt: skip
-    """`over_rows` of gathered columns: as many steps as the pieces that there are, of equal sizes."""
+    """`over_rows` of gathered columns: steps of equal sizes, as many as the pieces that there are take.
+
+    Results of pieces are joined when there are HELD times as many as rows.
+    """
     (rows,), (width,), copies = lists.groups, extent.widths, split.copies
-    n = rows.shape[0] * copies
+    n, most = rows.shape[0] * copies, math.prod(extent.lead) * extent.tiles * copies
     each = min(n, max(1, SCORES // (max(extent.block_rows * split.fold, READ) * width)))
-    steps = -(-n // each)
-    at = jnp.minimum(jnp.arange(steps * each, dtype=jnp.int32), n - 1)  # the last ones are computed twice
+    held = min(-(-n // each), max(1, HELD * most // each))
+    chunks = -(-n // (held * each))
+    at = jnp.arange(chunks * held * each, dtype=jnp.int32)
+    there, at = at < n, jnp.minimum(at, n - 1)
     piece, copy = at // copies, at % copies
     row = jnp.asarray(rows)[piece]
-    items = Items(row, copy, jnp.asarray(lists.starts)[piece], jnp.asarray(lists.counts)[piece])
-    items = jax.tree.map(lambda x: x.reshape(steps, each), items)
+    items = Items(row, copy, jnp.asarray(lists.starts)[piece], jnp.where(there, jnp.asarray(lists.counts)[piece], 0))
+    items = jax.tree.map(lambda x: x.reshape(chunks, held, each), items)
+    ids = (row * copies + copy).reshape(chunks, -1)
+    steps = -(-jnp.asarray(lists.places)[0] * copies // each)
 
     def step(items: Items) -> tuple[Array, ...]:
         made: tuple[Array, ...] = varying_with(tuple(body(items, width, 1)), like)
         return made
 
-    if checkpointed:
-        made = lax.map(jax.checkpoint(step), items)
+    shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[0, 0], items))
+
+    def none(*lead: int) -> tuple[Array, ...]:
+        made = (jnp.full((*lead, *x.shape[1:]), value, x.dtype) for x, value in zip(shapes, empty, strict=True))
+        filled: tuple[Array, ...] = varying_with(tuple(made), like)
+        return filled
+
+    def chunk(number: Array | int) -> tuple[Array, ...]:
+        mine = jax.tree.map(lambda x: x[number], items)
+        if checkpointed:
+            made = lax.map(jax.checkpoint(step), mine)
+        else:
+
+            def one(at: Array, made: tuple[Array, ...]) -> tuple[Array, ...]:
+                found = step(jax.tree.map(lambda x: x[at], mine))
+                return tuple(lax.dynamic_update_index_in_dim(x, new, at, 0) for x, new in zip(made, found, strict=True))
+
+            made = lax.fori_loop(0, jnp.clip(steps - number * held, 0, held), one, none(held, each))
+        return tuple(x.reshape(held * each, *x.shape[2:]) for x in made)
+
+    def add(number: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
+        every = tuple(jnp.concatenate(parts) for parts in zip(done, chunk(number), strict=True))
+        all_ids = jnp.concatenate([jnp.arange(most, dtype=jnp.int32), ids[number]])
+        return joined(every, Segments(all_ids, most, in_order=False))
+
+    if chunks == 1:
+        every = joined(chunk(0), Segments(ids[0], most))
     else:
-        shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[0], items))
-        none = tuple(jnp.full((steps, *x.shape), value, x.dtype) for x, value in zip(shapes, empty, strict=True))
-
-        def one(at: Array, made: tuple[Array, ...]) -> tuple[Array, ...]:
-            found = step(jax.tree.map(lambda x: x[at], items))
-            return tuple(lax.dynamic_update_index_in_dim(x, new, at, 0) for x, new in zip(made, found, strict=True))
-
-        made = lax.fori_loop(0, -(-jnp.asarray(lists.places)[0] * copies // each), one, varying_with(none, like))
-    L, T = math.prod(extent.lead), extent.tiles
-    pieces = Segments((row * copies + copy)[:n], L * T * copies)
-    every = joined(tuple(x.reshape(steps * each, *x.shape[2:])[:n] for x in made), pieces)
-    return tuple(x.reshape(L * T, copies, *x.shape[1:]).swapaxes(0, 1) for x in every)
+        every = lax.fori_loop(0, chunks if checkpointed else -(-steps // held), add, none(most))
+    return tuple(x.reshape(-1, copies, *x.shape[1:]).swapaxes(0, 1) for x in every)
 
 
 def _in_place(parts: list[Array], places: Array, empty: float) -> Array:
