@@ -270,7 +270,8 @@ class _Call(NamedTuple):
         _, n, _ = p.shape
         if n > 1 or y.rows > FEW:
             return jnp.einsum("cxy,cyd->cxd", p, y.whole(), precision=self.precision)
-        return sum(p[:, 0, at, None] * y.row(at) for at in range(y.rows))[:, None]
+        weights = p.squeeze(1)
+        return sum(weights[:, at, None] * y.row(at) for at in range(y.rows))[:, None]
 
     def clears(self, vectors: Vectors) -> bool:
         """Whether there may be queries that keep nothing, or keys that no query keeps."""

@@ -62,5 +62,6 @@ def gathered_rows(pattern: Pattern, problem: Problem, q_offset: int) -> int:
     )
     seconds = costs(inner, p.Q, p.K, tiles=(tile,), gathers=gathers, q_offset=q_offset, machine=Machine())
     if inner is not pattern:
-        seconds = costs(pattern, p.Q, p.K, tiles=(tile,), q_offset=q_offset, machine=Machine()) + seconds[1:]
+        _, *gathered = seconds
+        seconds = (*costs(pattern, p.Q, p.K, tiles=(tile,), q_offset=q_offset, machine=Machine()), *gathered)
     return (0, *GATHERS)[seconds.index(min(seconds))]

@@ -205,13 +205,13 @@ def _over_pieces(
     items = Items(row, copy, jnp.asarray(lists.starts)[piece], jnp.where(there, jnp.asarray(lists.counts)[piece], 0))
     items = jax.tree.map(lambda x: x.reshape(chunks, held, each), items)
     ids = (row * copies + copy).reshape(chunks, -1)
-    steps = -(-jnp.asarray(lists.places)[0] * copies // each)
+    steps = -(-jnp.asarray(lists.places).squeeze() * copies // each)
 
     def step(items: Items) -> tuple[Array, ...]:
         made: tuple[Array, ...] = varying_with(tuple(body(items, width, 1)), like)
         return made
 
-    shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[0, 0], items))
+    shapes = jax.eval_shape(step, Items(*[jax.ShapeDtypeStruct((each,), jnp.int32)] * len(Items._fields)))
 
     def none(*lead: int) -> tuple[Array, ...]:
         made = (jnp.full((*lead, *x.shape[1:]), value, x.dtype) for x, value in zip(shapes, empty, strict=True))
@@ -237,7 +237,7 @@ def _over_pieces(
         return joined(every, Segments(all_ids, most, in_order=False))
 
     if chunks == 1:
-        every = joined(chunk(0), Segments(ids[0], most))
+        every = joined(chunk(0), Segments(ids.reshape(-1), most))
     else:
         every = lax.fori_loop(0, chunks if checkpointed else -(-steps // held), add, none(most))
     return tuple(x.reshape(-1, copies, *x.shape[1:]).swapaxes(0, 1) for x in every)
