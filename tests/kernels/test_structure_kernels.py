@@ -318,8 +318,8 @@ for two in (False, True):
     values = {"SIZES": 64, "MIDDLE": 32, "HALVINGS": 20, "LISTS": 8, "OWN": 64, "OTHERS": 128, "COLUMNS": two}
     values |= {"HAS_FULL": True, "HAS_INTERVAL": two, "HAS_BITS": two, "WIDTH": 1 + 63 * two, "MERGE": 8}
     values |= {"CUT": not two, "BY_COPY": two, "ITEM": 16, "SEGMENT": 8, "BINS": 2048, "ITEMS": 1024}
-    work.append((items.few_kernel, filled(items.FewForm, values)))
-    work.append((items.many_kernel, filled(items.ManyForm, values)))
+    work.append((items.few_kernel, filled(items.ItemForm, values)))
+    work.append((items.many_kernel, filled(items.ItemForm, values)))
 work.append((items.length_kernel, filled(items.LengthForm, values)))
 tile = intervals.IntervalForm(128, 128, 128, 128, 256)
 work += [(intervals.turn_kernel, None), (intervals.count_tiles_kernel, tile), (intervals.place_tiles_kernel, tile)]

@@ -67,15 +67,9 @@ ANY_MACHINE = Machine()
 
 
 def costs(
-    pattern: Pattern,
-    Q: int,
-    K: int,
-    *,
-    tiles: tuple[TileCosts, ...],
-    gathers: tuple[GatherCosts, ...] = (),
-    q_offset: int,
-    machine: Machine = ANY_MACHINE,
-) -> tuple[float, ...]:
+    pattern: Pattern, Q: int, K: int, *, tiles: tuple[TileCosts, ...], gathers: tuple[GatherCosts, ...] = (),
+    q_offset: int, machine: Machine = ANY_MACHINE,
+) -> tuple[float, ...]:  # fmt: skip
     """The estimated seconds of each option: of `tiles`, then of `gathers`. No layout is built.
 
     Work is counted on windows of rows. A small problem takes as long as its longest row; see `Machine`. The result is
@@ -91,14 +85,9 @@ def costs(
 
 
 def _count(
-    pattern: Pattern,
-    Q: int,
-    K: int,
-    tiles: tuple[TileCosts, ...],
-    gathers: tuple[GatherCosts, ...],
-    q_offset: int,
+    pattern: Pattern, Q: int, K: int, tiles: tuple[TileCosts, ...], gathers: tuple[GatherCosts, ...], q_offset: int,
     machine: Machine,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     sizes, estimates, useful = pattern._sizes(Q, K, q_offset), [], 0.0
     sample = Sample(pattern, sizes)
     for tile in tiles:
@@ -128,15 +117,9 @@ def _count(
 
 
 def cheapest(
-    pattern: Pattern,
-    Q: int,
-    K: int,
-    *,
-    tiles: tuple[TileCosts, ...],
-    gathers: tuple[GatherCosts, ...] = (),
-    q_offset: int,
-    machine: Machine = ANY_MACHINE,
-) -> int:
+    pattern: Pattern, Q: int, K: int, *, tiles: tuple[TileCosts, ...], gathers: tuple[GatherCosts, ...] = (),
+    q_offset: int, machine: Machine = ANY_MACHINE,
+) -> int:  # fmt: skip
     """The option that takes the least by `costs`: an index into the tiles, then the gather layouts."""
     if len(tiles) == 1 and (not gathers or pattern.keeps_intervals(pattern._sizes(Q, K, q_offset))):
         return 0

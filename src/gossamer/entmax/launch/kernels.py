@@ -36,9 +36,9 @@ FORMS = {
     transpose.place_kernel: parameters.PairForm,
     transpose.order_kernel: parameters.PairForm,
     columns.columns_kernel: parameters.KeyForm,
-    tiled_backward.tiled_dq_kernel: parameters.TileQueryForm,
+    tiled_backward.tiled_dq_kernel: parameters.TileForm,
     tiles.tile_ranges_kernel: None,
-    tiled_backward.tiled_columns_kernel: parameters.TileKeyForm,
+    tiled_backward.tiled_columns_kernel: parameters.TileForm,
 }
 KERNELS = {function.fn.__name__: function for function in FORMS}
 
@@ -62,7 +62,7 @@ def step(
     kinds, form = relaunch.parameters(function), FORMS[function]
     values = {name: kind(*x) if kind else x for (name, kind), x in zip(kinds.items(), given, strict=False)}
     if form is not None:
-        values["FORM"] = relaunch.filled(form, named)
+        values["FORM"] = form(**{name: x for name, x in named.items() if name in form._fields})
     values |= {name: x for name, x in named.items() if name in kinds}
     constants = kinds if form is None else form._fields
     # Triton 3.10 stops fusing multiplications and additions unless asked.

@@ -137,9 +137,7 @@ def gather_dq(program, k, v, dout, steepness, results, lists, strides, H, number
     One sweep: sum u dP k and sum u k are kept apart until delta is known.
     """
     D: tl.constexpr = FORM.D
-    E: tl.constexpr = FORM.E
     SD: tl.constexpr = FORM.SD
-    SE: tl.constexpr = FORM.SE
     RP: tl.constexpr = FORM.RP
     N: tl.constexpr = FORM.N
     VECTOR: tl.constexpr = FORM.VECTOR
@@ -149,11 +147,11 @@ def gather_dq(program, k, v, dout, steepness, results, lists, strides, H, number
     number = tl.where(m_row, number, 0)
     b64, h64, g64, row = place_of(number, H, numbers.Q, FORM.GROUP)
     o_d = tl.arange(0, SD)[None, :]
-    o_e = tl.arange(0, SE)[None, :]
+    o_e = tl.arange(0, FORM.SE)[None, :]
     k_base = k + (b64 * strides.k_b + g64 * strides.k_h)[:, None] + o_d
     v_base = v + (b64 * strides.v_b + g64 * strides.v_h)[:, None] + o_e
     dout_base = dout + (b64 * strides.at_dout.b + h64 * strides.at_dout.h)[:, None] + o_e
-    b_dout = load_pieces(dout_base, row * strides.at_dout.n, E, SE, True)
+    b_dout = load_pieces(dout_base, row * strides.at_dout.n, FORM.E, FORM.SE, True)
     a = tl.load(steepness + h64)
     count = tl.load(lists.counts + number, mask=m_row, other=-1)
     m_row = count >= 0
@@ -170,10 +168,10 @@ def gather_dq(program, k, v, dout, steepness, results, lists, strides, H, number
     for _step in range(0, most, N):
         j = keys_of(key_at, left, start, N)
         p = weights_of(weight_at, left, N)
-        b_v = load_columns(v_base, j, FORM.STREAMED[1], E, SE, N)
+        b_v = load_columns(v_base, j, FORM.STREAMED[1], FORM.E, FORM.SE, N)
         b_k = load_columns(k_base, j, FORM.STREAMED[0], D, SD, N)
         for c in tl.static_range(N):
-            dp = dot(b_v[c], b_dout, E, SE)
+            dp = dot(b_v[c], b_dout, FORM.E, FORM.SE)
             u = slope(p[c], a, A)
             tl.store(gradient_at + 2 * c, dp, mask=c < left)
             sum_u += u

@@ -276,52 +276,27 @@ class LargeForm(NamedTuple):
 
 
 class TileForm(NamedTuple):
+    """Those of tiles of rows; what only some of them read is behind."""
+
     D: int
     E: int
     BLOCK_D: int
     BLOCK_E: int
     GROUP: int
     R: int
-    STEP: int
-    SAMPLE: int
-    A: float
-    NEAR: float
-    OUT: bool
-    TOLD: bool
-    BOUNDS: int
-    POSITIONS: bool
-    PRECISION: str
-
-
-class TileQueryForm(NamedTuple):
-    D: int
-    E: int
-    BLOCK_D: int
-    BLOCK_E: int
-    GROUP: int
-    R: int
-    STEP: int
     A: float
     BOUNDS: int
     POSITIONS: bool
     PRECISION: str
-    WITH_ALPHA: bool
-
-
-class TileKeyForm(NamedTuple):
-    D: int
-    E: int
-    BLOCK_D: int
-    BLOCK_E: int
-    GROUP: int
-    R: int
-    COLUMNS: int
-    A: float
-    BOUNDS: int
-    POSITIONS: bool
-    PRECISION: str
-    MEMBERS: int
-    SPAN: int
+    STEP: int = 0
+    SAMPLE: int = 0
+    NEAR: float = 0.0
+    OUT: bool = False
+    TOLD: bool = False
+    WITH_ALPHA: bool = False
+    COLUMNS: int = 0
+    MEMBERS: int = 0
+    SPAN: int = 0
 
 
 class GatherForm(NamedTuple):

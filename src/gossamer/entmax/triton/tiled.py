@@ -13,17 +13,16 @@ import triton.language as tl
 from gossamer.entmax.triton.finish import EPS, MOST_STEPS
 from gossamer.entmax.triton.formulas import longest
 from gossamer.entmax.triton.parameters import ForwardStrides, HeadRows, TileNumbers, TileResults
-from gossamer.entmax.triton.rows import bounds, load_tile
+from gossamer.entmax.triton.rows import load_tile
 from gossamer.entmax.triton.tiles import (
-    common_range,
     edge_tile,
     line,
     load_rows,
-    positions_of,
     products,
     rows_at,
     score_of,
     seen_by,
+    visible_tiles,
     weigh,
 )
 
@@ -126,16 +125,12 @@ def tiled_kernel(
     k_base = k + b64 * strides.at_k.b + g64 * strides.at_k.h
     v_base = v + b64 * strides.at_v.b + g64 * strides.at_v.h
     a = tl.load(steepness + head % H)
-    first, last = bounds(rows, inside, head_rows.lo, head_rows.hi, numbers.offset, K, FORM.BOUNDS)
-    at, kp_base = positions_of(rows, inside, b64, h64, head_rows, strides, POSITIONS)
-    begin, middle, middle_end, end = common_range(first, last, inside, K, STEP)
-    if POSITIONS:
-        middle, middle_end = begin, begin
+    given, begin, middle, middle_end, end = visible_tiles(rows, inside, b64, h64, head_rows, strides, numbers, FORM)
     edges = middle - begin + end - middle_end
-    given = (first, last, at, kp_base, strides.at_k_positions.n, K)
     scores_of = (b_q, k_base, strides.at_k.n, K)
 
     # An estimate from keys at equal distances.
+    first, last = given[:2]
     span = tl.maximum(end - begin, 1).to(tl.int64) * STEP
     some = begin * STEP + (tl.arange(0, SAMPLE) * span // SAMPLE).to(tl.int32)
     x = products(b_q, k_base, some, strides.at_k.n, K, FORM.D, FORM.BLOCK_D, True, FORM.PRECISION)

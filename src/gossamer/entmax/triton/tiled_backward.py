@@ -18,14 +18,13 @@ from gossamer.entmax.triton.parameters import (
 from gossamer.entmax.triton.rows import bounds, load_tile
 from gossamer.entmax.triton.tiles import (
     NOWHERE,
-    common_range,
     edge_tile,
     line,
     load_rows,
-    positions_of,
     products,
     rows_at,
     seen_by,
+    visible_tiles,
     weigh,
 )
 
@@ -81,8 +80,7 @@ def tiled_dq_kernel(
     STEP: tl.constexpr = FORM.STEP
     D: tl.constexpr = FORM.D
     BLOCK_D: tl.constexpr = FORM.BLOCK_D
-    POSITIONS: tl.constexpr = FORM.POSITIONS
-    Q, K, scale = numbers.Q, numbers.K, numbers.scale
+    Q, scale = numbers.Q, numbers.scale
     head = tl.program_id(0)
     head64 = head.to(tl.int64)
     tile = (tl.load(head_rows.counts + head) + R - 1) // R - 1 - tl.program_id(1)
@@ -100,13 +98,8 @@ def tiled_dq_kernel(
     a = tl.load(steepness + head % H)
     of_row = tl.load(lam + number, mask=inside, other=float("inf"))
     c, d = line(tl.where(of_row == float("inf"), NOWHERE, of_row), a, scale, FORM.A)
-    first, last = bounds(rows, inside, head_rows.lo, head_rows.hi, numbers.offset, K, FORM.BOUNDS)
-    at, kp_base = positions_of(rows, inside, b64, h64, head_rows, strides, POSITIONS)
-    begin, middle, middle_end, end = common_range(first, last, inside, K, STEP)
-    if POSITIONS:
-        middle, middle_end = begin, begin
+    given, begin, middle, middle_end, end = visible_tiles(rows, inside, b64, h64, head_rows, strides, numbers, FORM)
     edges = middle - begin + end - middle_end
-    given = (first, last, at, kp_base, strides.at_k_positions.n, K)
 
     zero = tl.zeros([R], tl.float32)
     sums = (zero, zero, zero, zero, tl.zeros([R, BLOCK_D], tl.float32), tl.zeros([R, BLOCK_D], tl.float32))

@@ -76,6 +76,21 @@ def common_range(first, last, inside, K, STEP: tl.constexpr):
     return begin, middle, tl.maximum(middle_end, middle), end
 
 
+@triton.jit
+def visible_tiles(rows, inside, b64, h64, head_rows, strides, numbers, FORM: tl.constexpr):
+    """(what `seen_by` reads of rows [R], begin, middle, middle_end, end): see `common_range`.
+
+    By positions no tile is known to be seen whole.
+    """
+    K = numbers.K
+    first, last = bounds(rows, inside, head_rows.lo, head_rows.hi, numbers.offset, K, FORM.BOUNDS)
+    at, k_positions = positions_of(rows, inside, b64, h64, head_rows, strides, FORM.POSITIONS)
+    begin, middle, middle_end, end = common_range(first, last, inside, K, FORM.STEP)
+    if FORM.POSITIONS:
+        middle, middle_end = begin, begin
+    return (first, last, at, k_positions, strides.at_k_positions.n, K), begin, middle, middle_end, end
+
+
 @triton.jit(do_not_specialize=["Q", "K", "offset"])
 def tile_ranges_kernel(
     row_list, row_counts,  # of `list_rows`

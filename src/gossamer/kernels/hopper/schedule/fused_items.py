@@ -16,12 +16,10 @@ from gossamer.kernels.hopper.schedule.item_kernels import (
     MIDDLE,
     SIZES,
     Cut,
-    FewForm,
-    FewNumbers,
+    ItemForm,
+    ItemNumbers,
     LengthForm,
     LengthNumbers,
-    ManyForm,
-    ManyNumbers,
     few_kernel,
     length_kernel,
     many_kernel,
@@ -101,13 +99,14 @@ def fused_items(
     cut = Cut(parts, times)
     _, base_1, base_2 = kinds.bases
     values = {
-        "T": tiles, "groups": groups, "lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j, "lists": lists,
-        "copies": copies, "heads": heads, "of_batch": groups * heads, "base_1": base_1, "base_2": base_2,
+        "T": tiles, "groups": groups, "lead_b": lead_b, "lead_g": lead_g, "lead_j": lead_j, "lists": lists, "bins": 0,
+        "blocks": blocks, "copies": copies, "heads": heads, "of_batch": groups * heads, "chunks": 0, "base_1": base_1,
+        "base_2": base_2, "n_items": n, "SIZES": SIZES, "MIDDLE": MIDDLE, "HALVINGS": HALVINGS, "LISTS": 0,
         "BY_COPY": n * copies <= blocks, "OWN": OWN, "OTHERS": OTHERS, **kinds.constants, "CUT": parts > 1,
         "COLUMNS": ratio > 0, "ITEM": ITEM, "SEGMENT": SEGMENT, "MERGE": MERGE,
     }  # fmt: skip
     if n * copies <= ROUNDS * blocks:
-        numbers, form = filled(FewNumbers, values), filled(FewForm, values)
+        numbers, form = filled(ItemNumbers, values), filled(ItemForm, values)
         launch(few_kernel, (-(-n * copies // OWN),), *written, numbers, cut, FORM=form, num_warps=4)
         return Made(items, merges, slots * copies, segments)
     bins = times * kinds.most + 1
@@ -116,8 +115,7 @@ def fused_items(
     totals = torch.empty((lists, 2), dtype=torch.int64, device=walk.device)
     chunks = -(-tiles * parts // OWN)
     values |= {
-        "bins": bins, "blocks": blocks, "chunks": chunks, "n_items": n, "SIZES": SIZES, "MIDDLE": MIDDLE,
-        "HALVINGS": HALVINGS, "LISTS": power(lists, FEW_LISTS, MOST_LISTS),
+        "bins": bins, "chunks": chunks, "LISTS": power(lists, FEW_LISTS, MOST_LISTS),
         "ITEMS": power(tiles * parts, FEW_BINS, LENGTHS), "BINS": bins_at_once,
     }  # fmt: skip
     launch(
@@ -126,6 +124,6 @@ def fused_items(
     )  # fmt: skip
     launch(
         many_kernel, (lists * copies * chunks,), *written, lengths, reached, totals,
-        filled(ManyNumbers, values), cut, SLACK, FORM=filled(ManyForm, values), num_warps=4,
+        filled(ItemNumbers, values), cut, SLACK, FORM=filled(ItemForm, values), num_warps=4,
     )  # fmt: skip
     return Made(items, merges, slots * copies, segments)

@@ -35,7 +35,7 @@ class LengthNumbers(NamedTuple):
     bins: int
 
 
-class ManyNumbers(NamedTuple):
+class ItemNumbers(NamedTuple):
     T: int
     groups: int
     lead_b: int
@@ -53,20 +53,6 @@ class ManyNumbers(NamedTuple):
     n_items: int
 
 
-class FewNumbers(NamedTuple):
-    T: int
-    groups: int
-    lead_b: int
-    lead_g: int
-    lead_j: int
-    lists: int
-    copies: int
-    heads: int
-    of_batch: int
-    base_1: int
-    base_2: int
-
-
 class LengthForm(NamedTuple):
     """What `length_kernel` is compiled for; so the others."""
 
@@ -78,25 +64,11 @@ class LengthForm(NamedTuple):
     BINS: int
 
 
-class ManyForm(NamedTuple):
+class ItemForm(NamedTuple):
     SIZES: int
     MIDDLE: int
     HALVINGS: int
     LISTS: int
-    OWN: int
-    OTHERS: int
-    HAS_FULL: bool
-    HAS_INTERVAL: bool
-    HAS_BITS: bool
-    WIDTH: int
-    CUT: bool
-    COLUMNS: bool
-    ITEM: int
-    SEGMENT: int
-    MERGE: int
-
-
-class FewForm(NamedTuple):
     BY_COPY: bool
     OWN: int
     OTHERS: int
@@ -192,7 +164,7 @@ def _before(l, g, groups, batches, of_batch, heads, copies):
 @triton.jit(do_not_specialize=["numbers"])
 def many_kernel(
     items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts, lengths, reached, totals,
-    numbers: ManyNumbers, cut: Cut, slack, FORM: tl.constexpr,
+    numbers: ItemNumbers, cut: Cut, slack, FORM: tl.constexpr,
 ):  # fmt: skip
     """Some items of one head: their places are by size, head, length and row, the largest size and length first."""
     SIZES: tl.constexpr = FORM.SIZES
@@ -258,14 +230,14 @@ def many_kernel(
 @triton.jit(do_not_specialize=["numbers"])
 def few_kernel(
     items, segments, merges, full, interval, bits, full_starts, interval_starts, bits_starts,
-    numbers: FewNumbers, cut: Cut, FORM: tl.constexpr,
+    numbers: ItemNumbers, cut: Cut, FORM: tl.constexpr,
 ):  # fmt: skip
     """Some items: their places are by length, head and row, the longest first; or each copy's by length and row."""
     OWN: tl.constexpr = FORM.OWN
     OTHERS: tl.constexpr = FORM.OTHERS
     BY_COPY: tl.constexpr = FORM.BY_COPY
-    T, groups, lead_b, lead_g, lead_j, lists, copies, heads, of_batch, base_1, base_2 = numbers
-    parts = cut.parts
+    T, groups, lead_b, lead_g, lead_j, lists, _bins, _blocks, copies, heads, of_batch = numbers[:11]
+    parts, base_1, base_2 = cut.parts, numbers.base_1, numbers.base_2
     counts, sizes = (full, interval, bits), (T, parts, cut.ratio, groups, lead_b, lead_g, lead_j)
     batches, of_list = lists // groups, T * parts
     n = lists * of_list

@@ -52,6 +52,15 @@ class ColumnBarrier(IntEnum):
     STAGING_FREE = 7  # its staging memory may be written
 
 
+class OneProducer:
+    """Of a kernel that is served by one warp of a warpgroup, the others of which have nothing to do."""
+
+    @cute.jit
+    def serve(self, block, warp):
+        if warp == 0:
+            self.produce(block)
+
+
 def _half(code: str, pair: Int32, loc: Any, ip: Any) -> Float32:
     return Float32(
         llvm.inline_asm(

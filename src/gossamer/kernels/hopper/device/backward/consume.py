@@ -91,26 +91,18 @@ class ColumnConsumer(Opaque):
     @cute.jit
     def step(self, n, m, begin):
         """A step: stage `n` of Q and `m` of dO."""
-        c, block, group = self.config, self.block, self.thread.warpgroup
+        c, block = self.config, self.block
         stage, _ = block.q.place(n)
         do_stage, do_phase = block.dout.place(m)
         # S^T = K Q^T
-        issue(
-            self.mma_s, self.acc_s, self.frag_k[None, None, None, group, 0], self.frag_q[None, None, None, stage], False
-        )
+        self.issue_scores(stage)
         lse = row_terms(self.thread, block.lse, stage)
         if const_expr(c.score == "softcap"):  # its slopes leave no registers for S beside dP
             warpgroup.wait_group(0)
             self.probabilities(stage, lse)
         block.dout.wait_full(do_stage, do_phase)
         # dP^T = V dO^T
-        issue(
-            self.mma_s,
-            self.acc_dp,
-            self.frag_v[None, None, None, group, 0],
-            self.frag_do[None, None, None, do_stage],
-            False,
-        )
+        self.issue_dp(do_stage)
         if const_expr(c.score != "softcap"):
             warpgroup.wait_group(1)
             self.probabilities(stage, lse)
@@ -128,6 +120,14 @@ class ColumnConsumer(Opaque):
         block.dout.release_at(m)
         warpgroup.wait_group(0)
         block.q.release_at(n)
+
+    def issue_scores(self, stage: Any) -> None:
+        k, q = self.frag_k[None, None, None, self.thread.warpgroup, 0], self.frag_q[None, None, None, stage]
+        issue(self.mma_s, self.acc_s, k, q, False)
+
+    def issue_dp(self, do_stage: Any) -> None:
+        v, do = self.frag_v[None, None, None, self.thread.warpgroup, 0], self.frag_do[None, None, None, do_stage]
+        issue(self.mma_s, self.acc_dp, v, do, False)
 
     @cute.jit
     def transform(self, scores, stage):

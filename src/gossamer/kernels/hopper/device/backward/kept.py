@@ -34,7 +34,7 @@ from gossamer.cute.tiles import (
     transposed,
 )
 from gossamer.cute.work import ItemRing, TileRows
-from gossamer.kernels.hopper.device.backward.common import put_part, put_tile
+from gossamer.kernels.hopper.device.backward.common import OneProducer, put_part, put_tile
 from gossamer.kernels.hopper.device.backward.keep import PAIR, QUERIES, pair_of, query_of
 from gossamer.kernels.hopper.device.configurations import KeptConfig
 
@@ -140,7 +140,7 @@ class KeptConsumer(Opaque):
             put_part(self.acc, a.part_dq, slot, group * ROWS + query_of(place), thread.quad, apart)
 
 
-class Kept(Shell):
+class Kept(OneProducer, Shell):
     """The kernel of one configuration."""
 
     def __init__(self, config: KeptConfig) -> None:
@@ -187,11 +187,6 @@ class Kept(Shell):
         return KeptBlock(
             config=self.config, arguments=arguments, items=items, k=k, rings=rings, landing=landing, **held
         )  # fmt: skip
-
-    @cute.jit
-    def serve(self, block, warp):
-        if warp == 0:
-            self.produce(block)
 
     @cute.jit
     def compute(self, block):

@@ -50,14 +50,12 @@ class PairConsumer(ColumnConsumer):
         first step has no such dQ: the product is issued and what it gives is not used, since the compiler lets products
         run beside other work only where they are issued without a condition.
         """
-        c, block, group = self.config, self.block, self.thread.warpgroup
+        c, block = self.config, self.block
         started = m != begin
         stage, _ = block.q.place(n)
         do_stage, do_phase = block.dout.place(m)
         # S^T = K Q^T
-        issue(
-            self.mma_s, self.acc_s, self.frag_k[None, None, None, group, 0], self.frag_q[None, None, None, stage], False
-        )
+        self.issue_scores(stage)
         lse = row_terms(self.thread, block.lse, stage * self.halves)
         warpgroup.wait_group(1)
         if started:
@@ -65,13 +63,7 @@ class PairConsumer(ColumnConsumer):
             block.q.release_at(n - 1)
         block.dout.wait_full(do_stage, do_phase)
         # dP^T = V dO^T
-        issue(
-            self.mma_s,
-            self.acc_dp,
-            self.frag_v[None, None, None, group, 0],
-            self.frag_do[None, None, None, do_stage],
-            False,
-        )
+        self.issue_dp(do_stage)
         warpgroup.wait_group(1)
         self.probabilities(stage, lse)
         if const_expr(c.score != "softcap"):

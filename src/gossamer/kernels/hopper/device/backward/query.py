@@ -36,6 +36,7 @@ from gossamer.cute.work import TileRows
 from gossamer.kernels.hopper.device.backward.block import QueryArguments, QueryBlock, TileQueryBlock
 from gossamer.kernels.hopper.device.backward.common import (
     Kind,
+    OneProducer,
     clear,
     put_part,
     put_tile,
@@ -225,7 +226,7 @@ class ItemTiles(Opaque):
         return batch, head
 
 
-class QueryGradient(Shell):
+class QueryGradient(OneProducer, Shell):
     """The kernel of one configuration."""
 
     block_class: type[QueryBlock] = TileQueryBlock
@@ -285,11 +286,6 @@ class QueryGradient(Shell):
             config=c, arguments=arguments, rings=((q,), (k,), (v,), *[(landing,)] * self.lands), q=q, k=k, v=v,
             item=q.item[None, 0], landing=landing, **held,
         )  # fmt: skip
-
-    @cute.jit
-    def serve(self, block, warp):
-        if warp == 0:
-            self.produce(block)
 
     @cute.jit
     def compute(self, block):

@@ -27,6 +27,7 @@ from gossamer.cute.tiles import Tma, accumulator, issue, product_of, transposed
 from gossamer.kernels.hopper.device.backward.block import ColumnArguments, WideBlock
 from gossamer.kernels.hopper.device.backward.common import (
     Kind,
+    OneProducer,
     Step,
     clear,
     high,
@@ -254,7 +255,7 @@ class KeyConsumer(WideConsumer):
         WideConsumer.finish(self)
 
 
-class Wide(ColumnKernel):
+class Wide(OneProducer, ColumnKernel):
     """The kernel of one configuration."""
 
     threads = 3 * WARPGROUP
@@ -281,11 +282,6 @@ class Wide(ColumnKernel):
         block.s_dk, block.s_dv = tiles(memory.v, held["k"]), tiles(memory.k, held["v"])
         block.p = words(memory.exchanged, 4, WARPGROUP, self.config.step // 16, 2)
         return block
-
-    @cute.jit
-    def serve(self, block, warp):
-        if warp == 0:
-            self.produce(block)
 
     @cute.jit
     def compute(self, block):
