@@ -55,7 +55,7 @@ CONTRACTS = {
     "kernels.hopper": may("cute layouts plan kernels kernels.hopper*"),
     "kernels.hopper.device*": may("cute kernels.hopper.device*"),
     "kernels.hopper.launch": may("cute memo layouts plan kernels kernels.hopper*"),
-    "kernels.hopper.schedule": may("cute memo layouts kernels kernels.structure"),
+    "kernels.hopper.schedule": may("cute memo layouts kernels"),
     # The edges of `attention`.
     "jax*": may("memo checks patterns layouts* plan cute kernels kernels.hopper* jax*", named="particles kernels*"),
     "torch*": may("memo checks patterns layouts* plan kernels kernels.structure kernels.triton* torch*"),

@@ -54,9 +54,15 @@ class Programs(NamedTuple):
 PLAIN = 7
 
 
+def power(n: int, least: int = 1, most: int | None = None) -> int:
+    """The power of two that holds n, within these."""
+    found = max(least, 1 << (n - 1).bit_length())
+    return found if most is None else min(most, found)
+
+
 def padded(size: int) -> int:
     """The power of two, at least 16, that holds a head size."""
-    return max(16, 1 << (size - 1).bit_length())
+    return power(size, 16)
 
 
 class Strides(NamedTuple):

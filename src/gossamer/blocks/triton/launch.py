@@ -21,7 +21,7 @@ from gossamer.blocks.triton.score_kernels import (
     mean_kernel,
     mean_score_kernel,
 )
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.relaunch import launch, power
 
 MOST_BLOCKS = 2**14  # blocks of keys, whose scores for a list one program holds
 MOST_LISTED = 2**11  # blocks of a list, which a program sorts
@@ -31,11 +31,6 @@ PRECISION = "ieee"  # of their products
 PART = 16  # numbers of a head that are loaded at a time
 COLUMNS = 128  # blocks of keys of a program that makes bounds in 16 bits, for heads up to 128; else half of it
 RUN = 32  # blocks of queries of a program that makes bounds
-
-
-def power(n: int, least: int) -> int:
-    """The power of two that holds n, and is not under the least."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def choose_blocks(

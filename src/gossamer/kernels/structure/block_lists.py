@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.relaunch import launch, power
 from gossamer.kernels.structure.block_kernels import (
     ColumnForm,
     OrderForm,
@@ -22,11 +22,6 @@ LISTS = 8  # of a program: as many words as are read at once
 MOST_ENTRIES, MOST_WORDS = 128, 64  # of a list at a time
 COLUMNS, ROWS = 8, 256  # of the transpose, at a time
 SUMS = 1024
-
-
-def power(n: int, least: int, most: int) -> int:
-    """The power of two that holds n, within these."""
-    return min(most, max(least, 1 << (n - 1).bit_length()))
 
 
 def block_lists(

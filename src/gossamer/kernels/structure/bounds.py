@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
-from gossamer.kernels.structure.block_lists import power
+from gossamer.kernels.relaunch import launch, power
 from gossamer.kernels.structure.bound_kernels import (
     BoundForm,
     BoundNumbers,

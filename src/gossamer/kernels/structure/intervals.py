@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.relaunch import launch, power
 from gossamer.kernels.structure.interval_kernels import (
     CountNumbers,
     IntervalForm,
@@ -19,11 +19,6 @@ from gossamer.kernels.structure.interval_kernels import (
 
 SUMS = 256  # counts that are added at a time
 COLUMNS = 256  # intervals that are turned by a program
-
-
-def power_of_two(n: int) -> int:
-    """The least that holds n."""
-    return 1 << (n - 1).bit_length()
 
 
 def turned(lo: Tensor, hi: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +48,7 @@ def interval_lists(
     every, tiles = (1 + transpose) * leads * room, max(T, C)
     indices = torch.empty(every + tiles, **new)
     grid = (leads * (T + listed),)
-    form = IntervalForm(block_q, block_kv, power_of_two(block_q), power_of_two(block_kv), SUMS)
+    form = IntervalForm(block_q, block_kv, power(block_q), power(block_kv), SUMS)
     # Kernels read no pointer of a side that is not asked for, but each has to be one.
     unread = () if transpose else (lo, lo)
     given = lo, hi, *(unread or (column_lo, column_hi)), of_rows, of_columns if transpose else lo

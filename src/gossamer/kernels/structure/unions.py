@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.gpu import processors
-from gossamer.kernels.relaunch import launch
-from gossamer.kernels.structure.block_lists import WORD, power
+from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.structure.block_lists import WORD
 from gossamer.kernels.structure.union_kernels import UnionForm, UnionNumbers, union_kernel
 
 MOST_ENTRIES = 1024  # of a list at a time

@@ -62,7 +62,14 @@ def cells(x: Operand, box: Sizes, unit: float) -> Prepared:
     parts, key = b.array("parts", dtype, (7, programs)), b.array("keys", "int32", (N,))
     known = b.array("known", dtype, (1,))
     _step(b, "extents", order_kernels.extents_kernel, programs, {**of, "parts": parts, "each": each, "BLOCK": EXTENTS})
-    of_keys = {"parts": parts, "keys": key, "known": known, "P": programs, "PARTS": _power(programs), "BLOCK": BLOCK}
+    of_keys = {
+        "parts": parts,
+        "keys": key,
+        "known": known,
+        "P": programs,
+        "PARTS": relaunch.power(programs),
+        "BLOCK": BLOCK,
+    }
     _step(b, "keys", order_kernels.keys_kernel, -(-N // BLOCK), {**of, **of_keys, "BITS": BITS[d]})
     b.function(Kernel(EDGE, "sorted_places"), key, returns={"sorted": Operand("int64", (N,), (1,))})
     shapes = {"points": (d, P // RUN, RUN), "low": (d, P // RUN), "high": (d, P // RUN)}
@@ -130,7 +137,3 @@ def _bits(x: float) -> int:
     """The bits of a float64."""
     (bits,) = struct.unpack("q", struct.pack("d", x))
     return int(bits)
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -25,8 +25,7 @@ from gossamer.kernels.hopper.schedule.item_kernels import (
     many_kernel,
 )
 from gossamer.kernels.hopper.schedule.words import entries
-from gossamer.kernels.relaunch import filled, launch
-from gossamer.kernels.structure.block_lists import power
+from gossamer.kernels.relaunch import filled, launch, power
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import most_listed
