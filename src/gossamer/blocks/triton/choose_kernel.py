@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -11,27 +11,13 @@ LEAST: tl.constexpr = tl.constexpr(-(2**31))
 MOST: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
-class ChoiceNumbers(NamedTuple):
-    """Numbers of whose values the kernel is compiled for none."""
-
-    Q: int
-    K: int
-    T: int
-    C: int
-    t0: int  # the block of queries of the first row
-    rows: int
-    local: int
-    first: int
-
-
-class ChoiceForm(NamedTuple):
-    """What the kernel is compiled for."""
-
-    CAUSAL: bool
-    PART: bool  # whether `top_p` may leave some out
-    BLOCK: int
-    CP: int  # powers of two that hold C, and n or more
-    NP: int
+# Numbers of whose values the kernel is compiled for none.
+# t0: the block of queries of the first row
+ChoiceNumbers = namedtuple("ChoiceNumbers", "Q K T C t0 rows local first")
+# What the kernel is compiled for.
+# PART: whether `top_p` may leave some out
+# CP: powers of two that hold C, and n or more
+ChoiceForm = namedtuple("ChoiceForm", "CAUSAL PART BLOCK CP NP")
 
 
 @triton.jit

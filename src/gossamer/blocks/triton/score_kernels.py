@@ -2,83 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from gossamer.kernels.extremes import larger, smaller
 
-
-class TensorStrides(NamedTuple):
-    """The strides of queries or keys."""
-
-    b: int
-    h: int
-    n: int
-    d: int
-
-
-class MeanNumbers(NamedTuple):
-    """Numbers of `mean_kernel` of whose values it is compiled for none; so the others."""
-
-    Q: int
-    K: int
-    T: int
-    C: int
-    heads: int
-
-
-class ScoreNumbers(NamedTuple):
-    Q: int
-    K: int
-    T: int
-    C: int
-    t0: int
-    t1: int
-    heads: int
-
-
-class BoundNumbers(NamedTuple):
-    Q: int
-    K: int
-    C: int
-    t0: int
-    t1: int
-    heads: int
-    G: int
-    run: int
-
-
-class MeanForm(NamedTuple):
-    """What `mean_kernel` is compiled for; so the others."""
-
-    TIMES: int
-    BLOCK: int
-    D: int
-    DP: int
-
-
-class ScoreForm(NamedTuple):
-    CAUSAL: bool
-    BLOCK: int
-    D: int
-    DP: int
-    PART: int
-    ROWS: int
-    COLUMNS: int
-    PRECISION: str
-
-
-class BoundForm(NamedTuple):
-    TIMES: int
-    CAUSAL: bool
-    WHOLE: bool  # the extremes stay in shared memory; else they come by PART dimensions
-    BLOCK: int
-    D: int
-    DP: int
-    PART: int
-    COLUMNS: int
+# The strides of queries or keys.
+TensorStrides = namedtuple("TensorStrides", "b h n d")
+# Numbers of `mean_kernel` of whose values it is compiled for none; so the others.
+MeanNumbers = namedtuple("MeanNumbers", "Q K T C heads")
+ScoreNumbers = namedtuple("ScoreNumbers", "Q K T C t0 t1 heads")
+BoundNumbers = namedtuple("BoundNumbers", "Q K C t0 t1 heads G run")
+# What `mean_kernel` is compiled for; so the others.
+MeanForm = namedtuple("MeanForm", "TIMES BLOCK D DP")
+ScoreForm = namedtuple("ScoreForm", "CAUSAL BLOCK D DP PART ROWS COLUMNS PRECISION")
+# WHOLE: the extremes stay in shared memory; else they come by PART dimensions
+BoundForm = namedtuple("BoundForm", "TIMES CAUSAL WHOLE BLOCK D DP PART COLUMNS")
 
 
 @triton.jit

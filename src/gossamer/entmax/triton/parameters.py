@@ -6,11 +6,10 @@ values it compiles for none.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 from torch import Tensor
-
-from gossamer.kernels.relaunch import Strides
 
 
 class VisibleKeys(NamedTuple):
@@ -77,102 +76,23 @@ class KeyLists(NamedTuple):
     order: Tensor
 
 
-class ScoreStrides(NamedTuple):
-    """The strides of what gives scores, and says which are seen."""
-
-    at_q: Strides
-    at_k: Strides
-    at_q_positions: Strides
-    at_k_positions: Strides
-
-
-class ForwardStrides(NamedTuple):
-    """Those of a forward by tiles."""
-
-    at_q: Strides
-    at_k: Strides
-    at_v: Strides
-    at_q_positions: Strides
-    at_k_positions: Strides
-
-
-class BackwardStrides(NamedTuple):
-    """Those of a backward by tiles."""
-
-    at_q: Strides
-    at_k: Strides
-    at_v: Strides
-    at_dout: Strides
-    at_q_positions: Strides
-    at_k_positions: Strides
-
-
-class QueryStrides(NamedTuple):
-    """Those of rows that are computed from their lists; what is gathered lies at distances that are compiled in."""
-
-    k_b: int
-    k_h: int
-    v_b: int
-    v_h: int
-    at_dout: Strides
-
-
-class KeyStrides(NamedTuple):
-    """Those of what keys gather."""
-
-    at_q: Strides
-    at_dout: Strides
-
-
-class SelectNumbers(NamedTuple):
-    first_block: int
-    Q: int
-    K: int
-    offset: int
-    keep: int
-    scale: float
-
-
-class LargeNumbers(NamedTuple):
-    Q: int
-    K: int
-    offset: int
-    keep: int
-    first_listed: int
-    scale: float
-
-
-class TileNumbers(NamedTuple):
-    Q: int
-    K: int
-    offset: int
-    scale: float
-
-
-class GatherNumbers(NamedTuple):
-    n_zeros: int
-    heads: int  # as many first programs list rows; 0: nothing is listed
-    first_row: int
-    n_rows: int
-    Q: int
-
-
-class QueryNumbers(NamedTuple):
-    n_zeros: int
-    heads: int
-    n_rows: int
-    Q: int
-    scale: float
-
-
-class ColumnNumbers(NamedTuple):
-    Q: int
-    K: int
-    n_keys: int
-    halvings: int
-    part_programs: int
-    part_places: int
-    scale: float
+# The strides of what gives scores, and says which are seen.
+ScoreStrides = namedtuple("ScoreStrides", "at_q at_k at_q_positions at_k_positions")
+# Those of a forward by tiles.
+ForwardStrides = namedtuple("ForwardStrides", "at_q at_k at_v at_q_positions at_k_positions")
+# Those of a backward by tiles.
+BackwardStrides = namedtuple("BackwardStrides", "at_q at_k at_v at_dout at_q_positions at_k_positions")
+# Those of rows that are computed from their lists; what is gathered lies at distances that are compiled in.
+QueryStrides = namedtuple("QueryStrides", "k_b k_h v_b v_h at_dout")
+# Those of what keys gather.
+KeyStrides = namedtuple("KeyStrides", "at_q at_dout")
+SelectNumbers = namedtuple("SelectNumbers", "first_block Q K offset keep scale")
+LargeNumbers = namedtuple("LargeNumbers", "Q K offset keep first_listed scale")
+TileNumbers = namedtuple("TileNumbers", "Q K offset scale")
+# heads: as many first programs list rows; 0: nothing is listed
+GatherNumbers = namedtuple("GatherNumbers", "n_zeros heads first_row n_rows Q")
+QueryNumbers = namedtuple("QueryNumbers", "n_zeros heads n_rows Q scale")
+ColumnNumbers = namedtuple("ColumnNumbers", "Q K n_keys halvings part_programs part_places scale")
 
 
 class LargeResults(NamedTuple):
@@ -207,9 +127,7 @@ class ColumnTerms(NamedTuple):
     ranges: Tensor  # (B H, tiles, 4) int32: of `tiles.tile_ranges_kernel`
 
 
-class TileSizes(NamedTuple):
-    tiles: int
-    H: int
+TileSizes = namedtuple("TileSizes", "tiles H")
 
 
 class TileKeyResults(NamedTuple):
@@ -230,126 +148,21 @@ class KeyResults(NamedTuple):
     part_dv: Tensor  # (B G, part_places, E) float32
 
 
-class SelectForm(NamedTuple):
-    """What `select_kernel` is compiled for; so the others."""
-
-    D: int
-    BLOCK_D: int
-    GROUP: int
-    R: int
-    STEP: int
-    C: int
-    A: float
-    TOP: bool
-    WEIGHED: bool
-    BOUNDS: int
-    POSITIONS: bool
-    PRECISION: str
-    PTX: bool
-
-
-class FinishForm(NamedTuple):
-    L: int
-    R: int
-    RP: int
-    C: int
-    SHORT: int
-    A: float
-    TOP: bool
-    KEYS: bool
-    TOLD: bool
-
-
-class LargeForm(NamedTuple):
-    L: int
-    D: int
-    BLOCK_D: int
-    GROUP: int
-    R: int
-    STEP: int
-    A: float
-    KEYS: bool
-    TOLD: bool
-    BOUNDS: int
-    POSITIONS: bool
-    PRECISION: str
-
-
-class TileForm(NamedTuple):
-    """Those of tiles of rows; what only some of them read is behind."""
-
-    D: int
-    E: int
-    BLOCK_D: int
-    BLOCK_E: int
-    GROUP: int
-    R: int
-    A: float
-    BOUNDS: int
-    POSITIONS: bool
-    PRECISION: str
-    STEP: int = 0
-    SAMPLE: int = 0
-    NEAR: float = 0.0
-    OUT: bool = False
-    TOLD: bool = False
-    WITH_ALPHA: bool = False
-    COLUMNS: int = 0
-    MEMBERS: int = 0
-    SPAN: int = 0
-
-
-class GatherForm(NamedTuple):
-    L: int
-    E: int
-    SE: int
-    STREAMED: int  # the distance of the rows of v
-    RP: int
-    N: int
-    GROUP: int
-    STEP: int
-
-
-class QueryForm(NamedTuple):
-    L: int
-    D: int
-    E: int
-    SD: int
-    SE: int
-    STREAMED: tuple[int, int]  # the distances of the rows of k and v
-    RP: int
-    N: int
-    VECTOR: int
-    GROUP: int
-    A: float
-    WITH_ALPHA: bool
-    STEP: int
-
-
-class KeyForm(NamedTuple):
-    L: int
-    D: int
-    E: int
-    SD: int
-    SE: int
-    RP: int
-    N: int
-    GROUP: int
-    LONG: int
-    HALF: int
-
-
-class OrderForm(NamedTuple):
-    GROUP: int
-    SEGMENTS: int
-    LONG: int
-    HALF: int
-    STEP: int
-
-
-class PairForm(NamedTuple):
-    L: int
-    RP: int
-    VECTOR: int
-    GROUP: int
-    SEGMENTS: int
+# What `select_kernel` is compiled for; so the others.
+SelectForm = namedtuple("SelectForm", "D BLOCK_D GROUP R STEP C A TOP WEIGHED BOUNDS POSITIONS PRECISION PTX")
+FinishForm = namedtuple("FinishForm", "L R RP C SHORT A TOP KEYS TOLD")
+LargeForm = namedtuple("LargeForm", "L D BLOCK_D GROUP R STEP A KEYS TOLD BOUNDS POSITIONS PRECISION")
+# Those of tiles of rows; what only some of them read is behind.
+TileForm = namedtuple(
+    "TileForm",
+    "D E BLOCK_D BLOCK_E GROUP R A BOUNDS POSITIONS PRECISION STEP SAMPLE NEAR OUT TOLD WITH_ALPHA COLUMNS "
+    "MEMBERS SPAN",
+    defaults=(0, 0, 0.0, False, False, False, 0, 0, 0),
+)
+# STREAMED: the distance of the rows of v
+GatherForm = namedtuple("GatherForm", "L E SE STREAMED RP N GROUP STEP")
+# STREAMED: the distances of the rows of k and v
+QueryForm = namedtuple("QueryForm", "L D E SD SE STREAMED RP N VECTOR GROUP A WITH_ALPHA STEP")
+KeyForm = namedtuple("KeyForm", "L D E SD SE RP N GROUP LONG HALF")
+OrderForm = namedtuple("OrderForm", "GROUP SEGMENTS LONG HALF STEP")
+PairForm = namedtuple("PairForm", "L RP VECTOR GROUP SEGMENTS")

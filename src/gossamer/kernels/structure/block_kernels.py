@@ -7,7 +7,7 @@ and places the bits of a few columns, rows ascending.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -15,50 +15,15 @@ import triton.language as tl
 # Of no argument are other kernels compiled for numbers that something divides: they change from call to call.
 SIZES = ["T", "C", "groups", "whole"]
 
-
-class OrderNumbers(NamedTuple):
-    """The numbers of `order_kernel`."""
-
-    T: int
-    C: int
-    n: int
-    Q: int
-    K: int
-    heads: int
-    groups: int
-    stride_b: int
-    stride_h: int
-    stride_t: int
-    stride_n: int
-    count_b: int
-    count_h: int
-    count_t: int
-    bound_b: int
-    bound_h: int
-    bound_q: int
-
-
-class OrderForm(NamedTuple):
-    """What `order_kernel` is compiled for."""
-
-    HAS_COUNTS: bool
-    BOUNDED: bool
-    KINDS: int
-    KEPT: bool
-    BLOCK: int
-    LISTS: int
-    ENTRIES: int
-    WORDS: int
-
-
-class ColumnForm(NamedTuple):
-    """What the kernels of the transpose are compiled for."""
-
-    KINDS: int
-    KEPT: bool
-    ROWS: int
-    COLUMNS: int
-    SUMS: int
+# The numbers of `order_kernel`.
+OrderNumbers = namedtuple(
+    "OrderNumbers",
+    "T C n Q K heads groups stride_b stride_h stride_t stride_n count_b count_h count_t bound_b bound_h bound_q",
+)
+# What `order_kernel` is compiled for.
+OrderForm = namedtuple("OrderForm", "HAS_COUNTS BOUNDED KINDS KEPT BLOCK LISTS ENTRIES WORDS")
+# What the kernels of the transpose are compiled for.
+ColumnForm = namedtuple("ColumnForm", "KINDS KEPT ROWS COLUMNS SUMS")
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -13,52 +13,22 @@ MOST: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 # Of no number are kernels compiled: offsets and reaches change from call to call.
-class BoundNumbers(NamedTuple):
-    """The numbers of `bounds_kernel` beside those of `Reaching`."""
-
-    Q: int
-    K: int
-    T: int
-    lines: int
-    length: int
-    n: int
-    steps: int
-    chunks: int
-    position: int  # of the first row, where there are no offsets
-    most: int  # of the magnitude of an offset
-    line_step: int  # 1 where each lead has ids of its own, of `lines`; likewise the other steps, of vectors
-    used_step: int
-    offset_step: int
-    start_step: int
-    key_length_step: int
-
-
-class Reaching(NamedTuple):
-    """The keys that a row reaches: see `bounds.row_bounds`."""
-
-    left_least: int
-    left_most: int
-    left: int
-    right_least: int
-    right_most: int
-    right: int
-    first: int
-    block: int
-
-
-class BoundForm(NamedTuple):
-    """What `bounds_kernel` is compiled for."""
-
-    OF_IDS: bool  # whether runs, edges of documents or of sequences say the keys beside positions
-    OF_DOCUMENTS: bool
-    OF_SEQUENCES: bool
-    HAS_USED: bool
-    HAS_OFFSETS: bool
-    HAS_STARTS: bool
-    HAS_LENGTHS: bool
-    HAS_BLOCK: bool
-    CHUNK: int
-    SUMS: int
+# The numbers of `bounds_kernel` beside those of `Reaching`.
+# position: of the first row, where there are no offsets
+# most: of the magnitude of an offset
+# line_step: 1 where each lead has ids of its own, of `lines`; likewise the other steps, of vectors
+BoundNumbers = namedtuple(
+    "BoundNumbers",
+    "Q K T lines length n steps chunks position most line_step used_step offset_step start_step key_length_step",
+)
+# The keys that a row reaches: see `bounds.row_bounds`.
+Reaching = namedtuple("Reaching", "left_least left_most left right_least right_most right first block")
+# What `bounds_kernel` is compiled for.
+# OF_IDS: whether runs, edges of documents or of sequences say the keys beside positions
+BoundForm = namedtuple(
+    "BoundForm",
+    "OF_IDS OF_DOCUMENTS OF_SEQUENCES HAS_USED HAS_OFFSETS HAS_STARTS HAS_LENGTHS HAS_BLOCK CHUNK SUMS",
+)
 
 
 @triton.jit

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-
-class CountNumbers(NamedTuple):
-    """The numbers of `count_tiles_kernel`, of which it is compiled for none."""
-
-    rows: int
-    columns: int
-    T: int
-    C: int
-    leads: int
-    steps: int
-    every: int
-
-
-class PlaceNumbers(NamedTuple):
-    """Those of `place_tiles_kernel`."""
-
-    rows: int
-    columns: int
-    T: int
-    C: int
-    leads: int
-    room: int
-    every: int
-    tiles: int
-
-
-class IntervalForm(NamedTuple):
-    """What both are compiled for."""
-
-    BLOCK_ROWS: int
-    BLOCK_COLUMNS: int
-    ROWS: int
-    COLUMNS: int
-    SUMS: int
+# The numbers of `count_tiles_kernel`, of which it is compiled for none.
+CountNumbers = namedtuple("CountNumbers", "rows columns T C leads steps every")
+# Those of `place_tiles_kernel`.
+PlaceNumbers = namedtuple("PlaceNumbers", "rows columns T C leads room every tiles")
+# What both are compiled for.
+IntervalForm = namedtuple("IntervalForm", "BLOCK_ROWS BLOCK_COLUMNS ROWS COLUMNS SUMS")
 
 
 @triton.jit

@@ -6,44 +6,20 @@ the rows holds is the union; how many of its bits are set before a key is the pl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from gossamer.kernels.structure.block_kernels import below, popcount
 
-
-class UnionNumbers(NamedTuple):
-    """The numbers of the kernel, of which it is compiled for none."""
-
-    n_groups: int
-    T: int
-    n: int
-    Q: int
-    K: int
-    heads: int
-    room: int
-    stride_b: int
-    stride_h: int
-    stride_q: int
-    stride_n: int
-    count_b: int
-    count_h: int
-    count_q: int
-    bound_b: int
-    bound_h: int
-    bound_q: int
-
-
-class UnionForm(NamedTuple):
-    """What the kernel is compiled for."""
-
-    HAS_COUNTS: bool
-    BOUNDED: bool
-    QUERIES: int
-    ENTRIES: int
-    WORDS: int
+# The numbers of the kernel, of which it is compiled for none.
+UnionNumbers = namedtuple(
+    "UnionNumbers",
+    "n_groups T n Q K heads room stride_b stride_h stride_q stride_n count_b count_h count_q bound_b bound_h bound_q",
+)
+# What the kernel is compiled for.
+UnionForm = namedtuple("UnionForm", "HAS_COUNTS BOUNDED QUERIES ENTRIES WORDS")
 
 
 @triton.jit

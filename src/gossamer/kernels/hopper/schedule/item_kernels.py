@@ -5,7 +5,7 @@ Of each item they count how many go before it. Of many items it is known first h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -17,70 +17,23 @@ MIDDLE = 32  # the size of items as long as the median
 HALVINGS = 20  # of the shortest items, and doublings of the median
 
 
-class Cut(NamedTuple):
-    """Numbers that kernels are compiled for: that there is one part, or one head."""
-
-    parts: int  # of each row
-    ratio: int  # heads of a group of rows
-
-
-class LengthNumbers(NamedTuple):
-    """Numbers of `length_kernel` of which no other kernels are compiled for what divides them; so the others."""
-
-    T: int
-    groups: int
-    lead_b: int
-    lead_g: int
-    lead_j: int
-    bins: int
-
-
-class ItemNumbers(NamedTuple):
-    T: int
-    groups: int
-    lead_b: int
-    lead_g: int
-    lead_j: int
-    lists: int
-    bins: int
-    blocks: int
-    copies: int
-    heads: int
-    of_batch: int
-    chunks: int
-    base_1: int
-    base_2: int
-    n_items: int
-
-
-class LengthForm(NamedTuple):
-    """What `length_kernel` is compiled for; so the others."""
-
-    HAS_FULL: bool
-    HAS_INTERVAL: bool
-    HAS_BITS: bool
-    WIDTH: int
-    ITEMS: int
-    BINS: int
-
-
-class ItemForm(NamedTuple):
-    SIZES: int
-    MIDDLE: int
-    HALVINGS: int
-    LISTS: int
-    BY_COPY: bool
-    OWN: int
-    OTHERS: int
-    HAS_FULL: bool
-    HAS_INTERVAL: bool
-    HAS_BITS: bool
-    WIDTH: int
-    CUT: bool
-    COLUMNS: bool
-    ITEM: int
-    SEGMENT: int
-    MERGE: int
+# Numbers that kernels are compiled for: that there is one part, or one head.
+# parts: of each row
+# ratio: heads of a group of rows
+Cut = namedtuple("Cut", "parts ratio")
+# Numbers of `length_kernel` of which no other kernels are compiled for what divides them; so the others.
+LengthNumbers = namedtuple("LengthNumbers", "T groups lead_b lead_g lead_j bins")
+ItemNumbers = namedtuple(
+    "ItemNumbers",
+    "T groups lead_b lead_g lead_j lists bins blocks copies heads of_batch chunks base_1 base_2 n_items",
+)
+# What `length_kernel` is compiled for; so the others.
+LengthForm = namedtuple("LengthForm", "HAS_FULL HAS_INTERVAL HAS_BITS WIDTH ITEMS BINS")
+ItemForm = namedtuple(
+    "ItemForm",
+    "SIZES MIDDLE HALVINGS LISTS BY_COPY OWN OTHERS HAS_FULL HAS_INTERVAL HAS_BITS WIDTH CUT COLUMNS ITEM "
+    "SEGMENT MERGE",
+)
 
 
 @triton.jit(do_not_specialize=["numbers"])
