@@ -62,7 +62,7 @@ CONTRACTS = {
     # Operations: none sees another.
     "entmax": may("memo checks patterns layouts plan kernels torch* entmax*"),
     "entmax.launch": may("kernels kernels.hopper kernels.triton* entmax*"),
-    "entmax.triton": may("kernels kernels.triton.gather"),
+    "entmax.triton": may("kernels.triton.gather"),
     "entmax.hopper*": may("cute kernels.hopper.device.gather entmax.hopper*"),
     "sparse_k": may("memo checks patterns plan kernels torch sparse_k*"),
     "sparse_k.launch": may("kernels kernels.hopper sparse_k*"),
