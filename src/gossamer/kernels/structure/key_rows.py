@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.relaunch import launch
 from gossamer.kernels.structure.key_kernels import columns_kernel, rows_kernel
 
 LEAST_ENTRIES = 16  # of a list, as a program sorts it
@@ -21,7 +21,7 @@ def key_rows(
     """See `layouts.device.arrays.Fused`."""
     Bl, Hl, _, n = indices.shape
     heads = Bl * Hl
-    lists, N = heads * Q, power(n, LEAST_ENTRIES)
+    lists, N = heads * Q, max(LEAST_ENTRIES, 1 << (n - 1).bit_length())
     new: dict[str, Any] = {"dtype": torch.int32, "device": indices.device}
     starts, listed_counts = (torch.empty((Bl, Hl, Q), **new) for _ in range(2))
     listed = torch.empty(lists * n, **new)
