@@ -176,6 +176,7 @@ for more in (0, 9):
     device_items.longest_of(device_items.device_items(walk, 40, more).items, 8)
 assert len(work) == 13
 for function, facts, options in work:
+    facts = relaunch.without_values(function, facts)
     relaunch.compiled_for(function, facts, {**options, "enable_fp_fusion": True}, int(sys.argv[1]))
 """
 

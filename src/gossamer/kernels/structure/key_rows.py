@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.relaunch import launch
-from gossamer.kernels.structure.key_kernels import columns_kernel, rows_kernel
+from gossamer.kernels.structure.key_kernels import ColumnNumbers, RowForm, RowNumbers, columns_kernel, rows_kernel
 
 LEAST_ENTRIES = 16  # of a list, as a program sorts it
 ENTRIES = 1024  # that a program sorts, of one list or of several
@@ -33,11 +33,11 @@ def key_rows(
         bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
     several = max(1, ENTRIES // N)
     read = (starts if x is None else x for x in (counts, lo, hi))  # a pointer that is not read still needs an array
+    numbers = RowNumbers(lists, Q, n, K, Hl, heads * K, *indices.stride(), *count_strides, *bound_strides)
+    form = RowForm(counts is not None, lo is not None, transpose, several, N)
     launch(
         rows_kernel, (-(-lists // several),), indices, *read, starts, listed_counts, listed,
-        codes if transpose else listed, lists, Q, n, K, Hl, heads * K, *indices.stride(), *count_strides,
-        *bound_strides, HAS_COUNTS=counts is not None, BOUNDED=lo is not None, CODED=transpose, LISTS=several, N=N,
-        num_warps=min(8, max(4, N // 256)),
+        codes if transpose else listed, numbers, FORM=form, num_warps=min(8, max(4, N // 256)),
     )  # fmt: skip
     shape, entries = (Bl, Hl, K) if transpose else (Bl, Hl, 0), len(codes)
     column_starts, column_counts = (torch.empty(shape, **new) for _ in range(2))
@@ -47,6 +47,6 @@ def key_rows(
         programs = -(-heads * K // KEYS)
         launch(
             columns_kernel, (programs - (-entries // KEYS),), ordered, places, column_starts, column_counts, queries,
-            heads * K, entries, programs, n, Q, entries.bit_length(), BLOCK=KEYS, num_warps=4,
+            ColumnNumbers(heads * K, entries, programs, n, Q, entries.bit_length()), BLOCK=KEYS, num_warps=4,
         )  # fmt: skip
     return starts, listed_counts, listed, column_starts, column_counts, queries

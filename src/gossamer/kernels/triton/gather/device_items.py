@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.kernels.relaunch import launch
 from gossamer.kernels.triton.gather.item_kernels import (
+    ItemForm,
+    ItemNumbers,
     items_kernel,
     longest_kernel,
     parts_kernel,
@@ -41,7 +43,7 @@ def device_items(walk: GatherWalk, limit: int, more: int) -> DeviceItems:
     rows, new = len(counts), {"dtype": torch.int32, "device": counts.device}
     n, slots = rows + more, 2 * more + 1 if more else 0
     programs = -(-n // ITEMS)
-    classes, numbers = torch.empty(n, **new), torch.empty((programs, CLASSES), **new)
+    classes, of_classes = torch.empty(n, **new), torch.empty((programs, CLASSES), **new)
     items, ordered = (torch.empty((n, ITEM), **new) for _ in range(2))
     merges = torch.empty((more, MERGE), **new)
     sums = classes  # a pointer that is not read still needs an array
@@ -49,15 +51,14 @@ def device_items(walk: GatherWalk, limit: int, more: int) -> DeviceItems:
         parts = torch.empty(3 * rows, **new)
         launch(parts_kernel, (-(-rows // LISTS),), counts, parts, rows, walk.width, limit, BLOCK=LISTS, num_warps=4)
         sums = parts.cumsum(0, dtype=torch.int32)
-    shape: dict[str, Any] = {"ITEM": ITEM, "CLASSES": CLASSES, "BLOCK": ITEMS}
     launch(
-        items_kernel, (programs - (-more // ITEMS),), starts, counts, sums, items, classes, numbers, merges, rows,
-        walk.tiles, walk.width, more, slots, rows.bit_length(), n, programs, CUT=more > 0, MERGE=MERGE, **shape,
-        num_warps=4,
+        items_kernel, (programs - (-more // ITEMS),), starts, counts, sums, items, classes, of_classes, merges,
+        ItemNumbers(rows, walk.tiles, walk.width, more, slots, rows.bit_length(), n, programs),
+        FORM=ItemForm(more > 0, ITEM, MERGE, CLASSES, ITEMS), num_warps=4,
     )  # fmt: skip
     launch(
-        place_kernel, (programs,), items, classes, numbers, ordered, n, programs, PROGRAMS=PROGRAMS, **shape,
-        num_warps=4,
+        place_kernel, (programs,), items, classes, of_classes, ordered, n, programs, ITEM=ITEM, CLASSES=CLASSES,
+        BLOCK=ITEMS, PROGRAMS=PROGRAMS, num_warps=4,
     )  # fmt: skip
     return DeviceItems(ordered, merges, slots)
 

@@ -6,10 +6,14 @@ their columns are likely to be near each other: programs count the items of each
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-SIZES = ["rows", "width", "limit", "more", "slots", "steps", "n_items", "programs", "groups", "tiles", "each"]
+# The numbers of `items_kernel`, of which it is compiled for none, and what it is compiled for.
+ItemNumbers = namedtuple("ItemNumbers", "rows tiles width more slots steps n_items programs")
+ItemForm = namedtuple("ItemForm", "CUT ITEM MERGE CLASSES BLOCK")
 
 
 @triton.jit
@@ -24,7 +28,7 @@ def _number_up_to(sums, x, before, rows, steps):
     return low
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["rows", "width", "limit"])
 def parts_kernel(counts, parts, rows, width, limit, BLOCK: tl.constexpr):
     """Of each list (3, rows): its parts, these where there are several, and whether there are."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -37,23 +41,26 @@ def parts_kernel(counts, parts, rows, width, limit, BLOCK: tl.constexpr):
     tl.store(parts + 2 * rows + r, cut.to(tl.int32), mask=there)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["numbers"])
 def items_kernel(
-    starts, counts, sums, items, classes, numbers, merges, rows, tiles, width, more, slots, steps, n_items, programs,
-    CUT: tl.constexpr, ITEM: tl.constexpr, MERGE: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+    starts, counts, sums, items, classes, of_classes, merges, numbers: ItemNumbers, FORM: tl.constexpr
 ):  # fmt: skip
     """Some items in the order of rows, the class of each, and how many there are of each class; and some merges.
 
     Args:
         sums: (3 * rows,): of `parts`, up to each place.
-        numbers: (programs, CLASSES).
-        programs: which make items; those behind them make merges.
-        slots: of partial results; the last one is of no row.
+        of_classes: (programs, CLASSES).
+        numbers: the first `programs` make items, those behind them merges; of the `slots`, of partial results, the last
+            is of no row.
     """
+    CUT: tl.constexpr = FORM.CUT
+    CLASSES: tl.constexpr = FORM.CLASSES
+    BLOCK: tl.constexpr = FORM.BLOCK
+    rows, tiles, width, steps, programs = numbers.rows, numbers.tiles, numbers.width, numbers.steps, numbers.programs
     own = tl.program_id(0)
     if own < programs:
         at = own * BLOCK + tl.arange(0, BLOCK)
-        there = at < n_items
+        there = at < numbers.n_items
         of, piece, number = at, at * 0, at * 0 + 1
         if CUT:
             of = _number_up_to(sums, at, 0, rows, steps)
@@ -65,7 +72,7 @@ def items_kernel(
             number = end - tl.load(sums + of - 1, mask=of > 0, other=0)
             piece = at - (end - number)
             behind = tl.load(sums + rows + of) - tl.load(sums + rows - 1)
-            slot = tl.where(some, tl.where(number > 1, behind - number + piece, -1), slots - 1)
+            slot = tl.where(some, tl.where(number > 1, behind - number + piece, -1), numbers.slots - 1)
         length = ((tl.load(counts + of) + (width - 1)) // width).to(tl.int64)
         begin = tl.where(some, length * piece // number, 0).to(tl.int32)
         end = tl.where(some, length * (piece + 1) // number, 0).to(tl.int32)
@@ -74,7 +81,7 @@ def items_kernel(
         power = ((quarter - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
         near = CLASSES - 1 - tl.where(quarter <= 16, quarter, 16 + power)
         first = tl.load(starts + of) // width
-        to = items + at.to(tl.int64) * ITEM
+        to = items + at.to(tl.int64) * FORM.ITEM
         tl.store(to, tl.where(some, of // tiles, 0), mask=there)
         tl.store(to + 1, tl.where(some, of % tiles, 0), mask=there)
         tl.store(to + 2, first + begin, mask=there)
@@ -84,25 +91,25 @@ def items_kernel(
         tl.store(classes + at, near, mask=there)
         c = tl.arange(0, CLASSES)
         same = there[:, None] & (near[:, None] == c[None, :])
-        tl.store(numbers + own * CLASSES + c, tl.sum(same.to(tl.int32), 0))
+        tl.store(of_classes + own * CLASSES + c, tl.sum(same.to(tl.int32), 0))
     elif CUT:
         at = (own - programs) * BLOCK + tl.arange(0, BLOCK)
-        there = at < more
+        there = at < numbers.more
         of = _number_up_to(sums + 2 * rows, at, tl.load(sums + 2 * rows - 1), rows, steps)
         some = of < rows
         of = tl.minimum(of, rows - 1)
         behind = tl.load(sums + rows + of) - tl.load(sums + rows - 1)
         number = tl.load(sums + of) - tl.load(sums + of - 1, mask=of > 0, other=0)
-        to = merges + at * MERGE
+        to = merges + at * FORM.MERGE
         tl.store(to, of // tiles, mask=there)
         tl.store(to + 1, tl.where(some, of % tiles, tiles), mask=there)
         tl.store(to + 2, behind - number, mask=there)
         tl.store(to + 3, tl.where(some, number, 0), mask=there)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["n_items", "programs"])
 def place_kernel(
-    items, classes, numbers, ordered, n_items, programs, ITEM: tl.constexpr, CLASSES: tl.constexpr,
+    items, classes, of_classes, ordered, n_items, programs, ITEM: tl.constexpr, CLASSES: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Some items in their places: behind all of lower classes, and those of their own in the order of rows."""
@@ -110,7 +117,7 @@ def place_kernel(
     total, before = c * 0, c * 0
     for p0 in range(0, programs, PROGRAMS):
         p = p0 + tl.arange(0, PROGRAMS)[:, None]
-        number = tl.load(numbers + p * CLASSES + c[None, :], mask=p < programs, other=0)
+        number = tl.load(of_classes + p * CLASSES + c[None, :], mask=p < programs, other=0)
         total += tl.sum(number, 0)
         before += tl.sum(tl.where(p < own, number, 0), 0)
     at = own * BLOCK + tl.arange(0, BLOCK)
@@ -123,7 +130,7 @@ def place_kernel(
         tl.store(ordered + place * ITEM + field, x, mask=there)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=["n_items", "groups", "each"])
 def longest_kernel(items, longest, n_items, groups, each, ITEM: tl.constexpr, BLOCK: tl.constexpr):
     """Of each group of so many items the steps of the longest; negative where one is a part of a cut list."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
