@@ -48,6 +48,7 @@ _MODULES = {
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
 }
+_OF_JAX = ("create_sparsity_mask", "sparse_attention")  # which is imported by its own name
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer import nn as nn
@@ -73,7 +74,8 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+            where = f"; it is gossamer.jax.{name}, after `import gossamer.jax`" if name in _OF_JAX else ""
+            raise AttributeError(f"module 'gossamer' has no attribute {name!r}{where}")
         try:
             module = importlib.import_module(_MODULES[name])
         except ModuleNotFoundError as error:

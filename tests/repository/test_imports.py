@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gossamer
 
 SRC = Path(__file__).parents[2] / "src"
@@ -142,3 +144,15 @@ def test_no_module_is_hidden() -> None:
         "    if name.startswith('gossamer.') and getattr(sys.modules[package], child) is not module: print(name)\n"
     )
     assert not out.split()
+
+
+def test_what_is_of_jax_alone_is_named() -> None:
+    """Of an attribute that users of JAX look for here, the error says where it is."""
+    for name in ("create_sparsity_mask", "sparse_attention"):
+        with pytest.raises(
+            AttributeError, match=rf"'{name}'; it is gossamer\.jax\.{name}, after `import gossamer\.jax`"
+        ):
+            getattr(gossamer, name)
+        assert not hasattr(gossamer, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'sparse'$"):
+        gossamer.sparse  # noqa: B018

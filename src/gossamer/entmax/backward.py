@@ -100,8 +100,9 @@ def normaliser_gradients(o: Operands, normaliser: Tensor, dout: Tensor, wants_al
         k, v = o.keys_of(finite_k, chunk), o.keys_of(o.v, chunk)
         q = finite_q[chunk.first : chunk.last, :, chunk.start : chunk.stop]
         dP = torch.matmul(chunk_dout, v.mT)
-        u = slopes(p, a)
-        dP -= (u * dP).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).masked_fill_((p == 0).all(-1, keepdim=True), 1.0)
+        u = p.sqrt() if o.same == 0.5 else slopes(p, a)
+        # Where nothing has a weight both sums are 0.
+        dP -= (u * dP).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).clamp_(min=torch.finfo(u.dtype).tiny)
         if wants_alpha:
             head_sums = (alpha_terms(p, a) * dP).sum(-1, dtype=torch.float64).view(n * q.shape[1], -1).sum(1)
             dalpha[chunk.first * q.shape[1] : chunk.last * q.shape[1]] += head_sums

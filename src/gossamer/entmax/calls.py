@@ -36,7 +36,7 @@ from gossamer.torch.transforms import uncast
 MEAN_LISTED = 256
 NAMES_OF_LISTS = "list_keys", "list_weights", "list_counts"
 # Chunks are kept up to so many bytes; of larger calls they are little beside the arithmetic.
-CHUNK_BYTES = 2**18
+CHUNK_BYTES = 2**20
 MOST_BACKWARDS = 8  # of a call, whose tensors lie differently
 
 known: Memo[Any] = Memo()  # calls, by their keys

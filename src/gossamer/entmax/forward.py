@@ -11,10 +11,12 @@ from torch import Tensor
 from gossamer.entmax.chunks import Chunk, Operands, row_alphas, scores
 from gossamer.entmax.lists import PairLists, PairsOfRows, in_order
 from gossamer.entmax.selection import largest, supports
-from gossamer.entmax.thresholds import cut, normalised
+from gossamer.entmax.thresholds import cut, normalised, of_halves
 
-# Rows of which a larger share has weight are multiplied with v as a dense matrix.
+# Rows of which a larger share has weight are multiplied with v as a dense matrix, and rows of so few keys, if no list
+# of their pairs is wanted.
 DENSE = 0.125
+FEW = 1024
 
 
 class Weights(NamedTuple):
@@ -22,6 +24,7 @@ class Weights(NamedTuple):
 
     p: Tensor  # (m, c), in the type that the call is computed in
     columns: Tensor | None  # (m, c) int64: which of the chunk's keys; None for all, in order
+    counts: Tensor  # (m,) int64: how many are not 0; NaN is one
     normaliser: Tensor  # (m,) float64
     certified: Tensor  # (m,) bool: whether these are the entmax over all keys
 
@@ -43,6 +46,9 @@ def weights(o: Operands, chunk: Chunk, start: Tensor | None = None) -> Weights:
         start: (m,) the normalisers to begin from, of an earlier pass.
     """
     s = scores(o, chunk).flatten(0, 2)
+    if o.same == 0.5 and o.top_k is None and s.dtype == torch.float32 and s.shape[1] <= FEW:
+        p, normaliser = of_halves(s, start)
+        return Weights(p, None, counted(p, s), normaliser, torch.ones_like(normaliser, dtype=torch.bool))
     a = row_alphas(o, chunk)
     picked = supports(s, a.to(s.dtype), o.same) if o.top_k is None else largest(s, o.top_k)
     if start is None and picked.under is not None:
@@ -52,7 +58,13 @@ def weights(o: Operands, chunk: Chunk, start: Tensor | None = None) -> Weights:
         certified = torch.ones_like(normaliser, dtype=torch.bool)
     else:  # whether the largest score that was left out has no weight in the entmax over all keys
         certified = (picked.after == -torch.inf) | (picked.after.double() <= cut(normaliser, a))
-    return Weights(p.to(s.dtype), picked.columns, normaliser, certified)
+    p = p.to(s.dtype)
+    return Weights(p, picked.columns, counted(p, torch.empty_like(p)), normaliser, certified)
+
+
+def counted(p: Tensor, scratch: Tensor) -> Tensor:
+    """The number of weights of each row, of which NaN is one."""
+    return torch.ne(p, 0, out=scratch).sum(1).long()  # a type that sums fast
 
 
 def forward(o: Operands, most_pairs: int) -> Forward:
@@ -70,9 +82,9 @@ def forward(o: Operands, most_pairs: int) -> Forward:
     parts: list[PairsOfRows] | None = [] if most_pairs else None
     for chunk in o.chunks:
         w, number = weights(o, chunk), chunk.rows
-        counts = torch.count_nonzero(w.p, dim=1)  # NaN is a weight
-        pairs = int(counts.sum())
-        dense = pairs > DENSE * len(number) * len(chunk.keys)
+        counts, pairs = w.counts, int(w.counts.sum())
+        few = parts is None and w.columns is None and len(chunk.keys) <= FEW
+        dense = few or pairs > DENSE * len(number) * len(chunk.keys)
         most_pairs -= pairs
         if most_pairs < 0:
             parts = None

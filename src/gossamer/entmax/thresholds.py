@@ -19,6 +19,7 @@ from torch import Tensor
 
 # From this alpha - 1 on a power of a rounded number is right to a few units.
 POWERS = 0.125
+QUADRATIC = 1e-4  # a step of this size leaves some 1e-8
 MOST_STEPS = 240  # every fourth one halves the bracket, at most log2(n) wide: 60 halvings reach float64
 
 
@@ -101,6 +102,33 @@ def normalised(s: Tensor, a: Tensor, start: Tensor | None = None, same: float | 
         p = powers(t - x, a, same).p
     p = torch.where(empty, 0.0, p / p.sum(1, keepdim=True))
     return Normalised(p, torch.where(empty, torch.inf, top + x).squeeze(1))
+
+
+def of_halves(s: Tensor, start: Tensor | None = None) -> Normalised:
+    """alpha-entmax at 1.5 of rows of scores, all in the type of s: p = [s / 2 - tau]_+^2.
+
+    Args:
+        s: (m, c) scores, which are overwritten; -inf is no key. Rows with a NaN or inf give NaN.
+        start: (m,), where to begin: any number, best a little below lam.
+    """
+    t = s.mul_(0.5)
+    top = t.amax(1, keepdim=True)
+    t.sub_(top.clamp(min=torch.finfo(s.dtype).min))  # tau is over top - 1, from where every step ends at or below it
+    x = torch.full_like(top, -1.0)
+    if start is not None:
+        x = torch.maximum(x, (start[:, None] / 2 - 1 - top.double()).clamp_(max=-0.0).to(s.dtype))
+    y = torch.empty_like(t)
+    for _ in range(MOST_STEPS):
+        norm = torch.linalg.vector_norm(torch.sub(t, x, out=y).clamp_(min=0), dim=1, keepdim=True)
+        move = (norm - 1) * norm / y.sum(1, keepdim=True)
+        move.nan_to_num_(0.0, 0.0, 0.0)  # of rows without a key, or with NaN
+        x = (x + move).clamp_(-1, 0)
+        if bool((move.abs() <= QUADRATIC).all()):
+            break
+    p = torch.sub(t, x, out=y).clamp_(min=0).square_()
+    empty = top == -torch.inf
+    p.div_(p.sum(1, keepdim=True).masked_fill_(empty, 1.0))
+    return Normalised(p, torch.where(empty, torch.inf, 2 * (top.double() + x + 1)).squeeze(1))
 
 
 def differences(s: Tensor, top: Tensor) -> Tensor:
