@@ -332,3 +332,20 @@ def test_memory_of_many_keys() -> None:
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=120)
     gradients = 4 * 131072 * 16 * 4  # of k and v, once as they are made and once as they are added
     assert int(done.stdout) < 150 * chunks.SCORES_AT_ONCE + gradients
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 30.0, 1e6])
+def test_few_keys_at_three_halves(spread: float) -> None:
+    """In float32, from any start, rows without a key and rows of one among them."""
+    from gossamer.entmax.thresholds import of_halves
+
+    s = torch.randn(64, 200) * spread + torch.randn(64, 1)
+    s[:8] = s[:8].round()
+    s[8, 1:] = -torch.inf
+    s[9] = -torch.inf
+    exact = normalised(s.double(), torch.full((64,), 0.5, dtype=torch.float64), same=0.5)
+    for start in (None, exact.normaliser, exact.normaliser - 1, exact.normaliser + 1e-3):
+        found = of_halves(s.clone(), start)
+        assert found.p[9].eq(0).all() and found.normaliser[9] == torch.inf
+        assert (found.p - exact.p).abs().max() <= 1e-6 * (1 + spread)  # the rounding of s / 2 - tau
+        assert torch.allclose(found.normaliser, exact.normaliser, rtol=1e-6, atol=1e-6)
