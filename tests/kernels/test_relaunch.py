@@ -155,6 +155,28 @@ def test_a_tuple_is_one_argument(streams: None) -> None:
     assert kernel.calls == [("known", (1, 1, 1), (1, (2, (16, 0.5)), (16, 0.5), (8, 1.0)))]
 
 
+def test_integers_that_a_kernel_is_not_compiled_for_keep_their_bits() -> None:
+    """A stride of a large tensor takes 64."""
+
+    class Numbers(NamedTuple):
+        n: int
+        stride: int
+
+    class Kernel:
+        do_not_specialize = ("numbers",)
+
+        @staticmethod
+        def fn(x: Any, numbers: Any, FORM: Any) -> None: ...
+
+    form = Numbers(2**40, 1)
+    for stride in (0, 1, 16, 2**31 - 1, -(2**31), 2**31, 2**40, -(2**40)):
+        wide = not -(2**31) <= stride < 2**31
+        _, numbers, kept = relaunch.without_values(Kernel, (Pointer("float32", True), Numbers(1, stride), form))
+        assert type(numbers) is Numbers and kept == form
+        assert (numbers.n, numbers.stride.bit_length() > 31) == (relaunch.PLAIN, wide)
+        assert numbers.stride % 16 and numbers.stride != 1
+
+
 def test_the_interpreter_gets_the_names_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", True)
     got: list[Any] = []

@@ -51,7 +51,12 @@ class Programs(NamedTuple):
 
 # What is compiled for in place of integers in a tuple that a kernel names in `do_not_specialize`: Triton compiles for
 # integers that are 1 or divisible by 16, and leaves that out for whole parameters alone.
-PLAIN = 7
+PLAIN, PLAIN_WIDE = 7, 2**40 + 7  # of 32 bits, and of 64: strides of large tensors
+
+
+def plain_like(n: int) -> int:
+    """What is compiled for in place of an integer: of as many bits."""
+    return PLAIN if -(2**31) <= n < 2**31 else PLAIN_WIDE
 
 
 def power(n: int, least: int = 1, most: int | None = None) -> int:
@@ -126,7 +131,7 @@ def filled(kind: Any, values: Mapping[str, Any]) -> Any:
 def _specialization(b: Builder, x: Any, plain: bool) -> Any:
     """The facts of an argument that Triton compiles for; of one that is `plain`, no values of integers in a tuple."""
     if isinstance(x, tuple):
-        return _like(x, (PLAIN if plain and type(y) is int else _specialization(b, y, plain) for y in x))
+        return _like(x, (plain_like(y) if plain and type(y) is int else _specialization(b, y, plain) for y in x))
     if not isinstance(x, str) or x not in b:
         return x
     block = b.block_of(x)
@@ -153,7 +158,7 @@ def without_values(function: Any, signature: Iterable[Any]) -> tuple[Any, ...]:
     """A signature whose tuples that a kernel names in `do_not_specialize`, of integers alone, have no values."""
     plain = getattr(function, "do_not_specialize", None) or ()
     named = zip(parameters(function), signature, strict=True)
-    return tuple(_like(x, [PLAIN] * len(x)) if name in plain and isinstance(x, tuple) else x for name, x in named)
+    return tuple(_like(x, map(plain_like, x)) if name in plain and isinstance(x, tuple) else x for name, x in named)
 
 
 @lru_cache
