@@ -1,7 +1,8 @@
 """Calls whose structure is made on the device: one look-up, what the first call wrote down, and one run.
 
-Of a structure that the host tells whole (`varlen` with lists of edges) the layout is kept by its numbers: the layers of
-a step share it, and a call that finds it launches attention alone.
+Of a structure that the host tells whole (`varlen` with lists of edges) the layout is kept by its numbers when they come
+for the second time: the layers of a step share it, and a call that finds it launches attention alone. Numbers that come
+once go the way of those on the device, since to bind a launch to a layout takes as long as several calls.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Numbered(NamedTuple):
 MOST_NUMBERED = 8  # structures whose layouts are kept: those of a few steps
 
 _numbered: Memo[Numbered] = Memo(MOST_NUMBERED)
+_came: Memo[bool] = Memo()  # keys that came once, at least
 
 
 def by_structure(
@@ -80,10 +82,12 @@ def by_structure(
         vectors: key_lengths, sink_logits and alibi_slopes as `vectors_of` makes them, or nothing.
     """
     asked = _asked(q, k, v, pattern, options, vectors)
+    numbered = None if asked is None else _of_numbers(asked, q, k, v, options, vectors)
+    if asked is not None and asked.by_numbers and numbered is None:
+        asked = _asked(q, k, v, pattern, options, vectors, by_numbers=False)
     if asked is None:
         return None
-    if asked.by_numbers:
-        numbered = _of_numbers(asked, q, k, v, options, vectors)
+    if numbered is not None:
         dims, bshd, (_, sinks, _) = q.ndim, is_bshd(options.layout), vectors or NO_VECTORS
         q, k, v = four_dimensional(q, k, v, bshd)
         out, lse = numbered.call(q, k, v, None, sinks, None, *numbered.data)
@@ -107,12 +111,16 @@ def by_structure(
 
 
 def layout_by_structure(
-    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()]
+    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()],
+    by_numbers: bool = True,
 ) -> Given:  # fmt: skip
-    """The layout of such a call, made on its device."""
-    asked = _asked(q, k, v, pattern, options, vectors)
+    """The layout of such a call, made on its device, or kept by its numbers where these may be asked for."""
+    asked = _asked(q, k, v, pattern, options, vectors, by_numbers)
     if asked is not None and asked.by_numbers:
-        return _of_numbers(asked, q, k, v, options, vectors).layout
+        numbered = _of_numbers(asked, q, k, v, options, vectors)
+        if numbered is not None:
+            return numbered.layout
+        asked = _asked(q, k, v, pattern, options, vectors, by_numbers=False)
     found: Any = None if asked is None else known.get(("layout", asked.key))
     if asked is not None and found is not None and found.again is not None:
         # Made in inference mode it could not be used in training later.
@@ -127,18 +135,22 @@ def layout_by_structure(
 
 def _of_numbers(
     asked: Asked, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, vectors: Vectors | tuple[()]
-) -> Numbered:  # fmt: skip
-    """The layout of a structure whose numbers the host knows, and what computes its calls."""
+) -> Numbered | None:  # fmt: skip
+    """The layout of a structure by its numbers, and what computes its calls; None for the first of them, and others."""
+    if not asked.by_numbers:
+        return None
     found = _numbered.get(asked.key)
     if found is not None:
         return found
+    if _came.get(asked.key) is None:
+        _came.put(asked.key, True)
+        return None
     # Its kernels run on the stream of the calls that find it, and its memory is of that one.
     stream, recorded = torch.cuda.current_stream(q.device) if q.is_cuda else None, torch.is_grad_enabled()
 
     def make() -> Given:
         with torch.cuda.stream(stream), torch.set_grad_enabled(recorded):
-            made: Given = request_of(q, k, v, asked.pattern, options, vectors).attended.alive
-        return made
+            return layout_by_structure(q, k, v, asked.pattern, options, vectors, by_numbers=False)
 
     layout = outlasting(q.device, make)
     request = request_of(q, k, v, layout, options, vectors)
@@ -160,9 +172,13 @@ def _keep(asked: Asked, request: Request, call: Any) -> None:
 
 
 def _asked(
-    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, vectors: Vectors | tuple[()]
+    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, vectors: Vectors | tuple[()], by_numbers: bool = True
 ) -> Asked | None:  # fmt: skip
-    """What a call asks for, with the key that tells such calls apart; None for one that has no key as it is."""
+    """What a call asks for, with the key that tells such calls apart; None for one that has no key as it is.
+
+    Args:
+        by_numbers: whether the key may hold the numbers of a structure that the host tells whole.
+    """
     if not asks_for_structure(pattern, o.q_offset, o.key_starts):
         return None
     offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
@@ -170,7 +186,7 @@ def _asked(
     numbers: tuple[bytes, ...] | None = None
     if isinstance(pattern, Structure):
         if any(term.on_host for term in pattern.terms) and isinstance(q, Tensor):
-            whole = not given and o.q_offset is None and (vectors or NO_VECTORS).alibi_slopes is None
+            whole = by_numbers and not given and o.q_offset is None and (vectors or NO_VECTORS).alibi_slopes is None
             if whole and not (q.is_cuda and is_current_stream_capturing()):
                 numbers = pattern.numbers
             if numbers is None:
