@@ -135,7 +135,7 @@ def memory(x: Operands, o: Options) -> Memory:
     (B, H, N, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
     queries, U = min(queries_of(o), N), x.u.shape[1]
     columns = min(N, HARDLY_LONGER * (min(o.window, N) * (1 if o.causal else 2) + queries + o.live))
-    of_unit = H // U * queries * columns
+    of_unit = H // max(1, U) * queries * columns
     most = min(MOST, MOST_IN_CACHE) if x.q.device.type == "cpu" else MOST
     units = min(B * U, max(1, most // max(1, of_unit)))
     return Memory(size * units * (5 * of_unit + columns * (D + E)), size * B * H * N * (D + E))
