@@ -27,6 +27,9 @@ RULES = {
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
+CASES = 12  # of a rule in the interpreter
+
+
 def made() -> int:
     """Launches that calls of one query share."""
     return sum(key[0] == "seen by one query" for key in calls.known._entries)
@@ -132,7 +135,7 @@ if INTERPRETING:
 
     @pytest.mark.parametrize("name", RULES)
     def test_what_is_seen(on_a_cpu: None, name: str) -> None:
-        for seed in range(12):
+        for seed in range(CASES):
             check(name, "cpu", torch.float16 if seed % 4 == 0 else torch.float32, seed)
         assert made()
 
@@ -245,7 +248,11 @@ else:
 
     @pytest.mark.slow
     def test_in_the_interpreter() -> None:
-        in_interpreter(__file__)
+        in_interpreter(
+            __file__, "test_what_is_seen", "test_parts_are_merged", "test_ends_are_those_of_array_operations",
+            "test_what_goes_the_usual_way", "test_calls_are_told_apart", "test_explained",
+            "test_errors_stay_what_they_are",
+        )  # fmt: skip
 
 
 COMPILE = """
