@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def in_interpreter(file: str, *tests: str) -> None:
     """These tests of a file, with the kernels in Triton's interpreter, on the CPU."""
+    assert tests, "of none, all tests of the repository would run"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     _run([*command, *(f"{file}::{test}" for test in tests)], {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
 
