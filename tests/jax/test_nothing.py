@@ -68,6 +68,22 @@ def test_terms_and_gradients(sizes: tuple[int, int, int], implementation: str | 
         np.testing.assert_allclose(grads[3], np.full(H, 2.0 * B * Q), rtol=1e-6)
 
 
+def test_no_particles_in_shards_that_share_values() -> None:
+    """Sums differ over devices by their type, as positions do."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def pulled(x: Any, values: Any, g: Any) -> Any:
+        def of(values: Any) -> Any:
+            return gp.radial_sum(gp.Cells.build(x[0], 0.2, 1.0), values, gp.Gaussian(0.1))
+
+        return jax.vjp(of, values)[1](g[0])
+
+    x, values, g = jnp.ones((2, 0, 3)), jnp.ones((0, 6)), jnp.ones((2, 0, 6))
+    specs = P("x"), P(), P("x")
+    (found,) = jax.jit(jax.shard_map(pulled, mesh=mesh, in_specs=specs, out_specs=P()))(x, values, g)
+    assert found.shape == values.shape
+
+
 def test_transformations() -> None:
     q, k = jnp.ones((3, 2, 5, H, D)), jnp.ones((3, 2, 0, G, D))
     attend = partial(gsj.attention, pattern=gs.Causal(), return_residual=True)

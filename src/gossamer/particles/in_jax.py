@@ -66,7 +66,9 @@ def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
     T = -(-N // WHOLE) * (WHOLE // RUN)
     if not N:
         none = jnp.zeros((d, 0), x.dtype)
-        return Runs(jnp.zeros(0, jnp.int32), jnp.zeros((d, 0, RUN), x.dtype), none, none, ())
+        runs = Runs(jnp.zeros(0, jnp.int32), jnp.zeros((d, 0, RUN), x.dtype), none, none, ())
+        empty: Runs = varying_with(runs, x)
+        return empty
     x = wrapped(list(x.T), box, jnp)
     place = [one.astype(jnp.int32) for one in on_the_grid(x, box, BITS[d], jnp)]
     order = jnp.argsort(hilbert_keys(place, BITS[d], jnp), stable=True).astype(jnp.int32)
