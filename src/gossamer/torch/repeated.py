@@ -8,6 +8,7 @@ once go the way of those on the device, since to bind a launch to a layout takes
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,16 +82,13 @@ def by_structure(
     Args:
         vectors: key_lengths, sink_logits and alibi_slopes as `vectors_of` makes them, or nothing.
     """
-    asked = _asked(q, k, v, pattern, options, vectors)
-    numbered = None if asked is None else _of_numbers(asked, q, k, v, options, vectors)
-    if asked is not None and asked.by_numbers and numbered is None:
-        asked = _asked(q, k, v, pattern, options, vectors, by_numbers=False)
+    asked = _asked_or_numbered(q, k, v, pattern, options, vectors)
     if asked is None:
         return None
-    if numbered is not None:
+    if isinstance(asked, Numbered):
         dims, bshd, (_, sinks, _) = q.ndim, is_bshd(options.layout), vectors or NO_VECTORS
         q, k, v = four_dimensional(q, k, v, bshd)
-        out, lse = numbered.call(q, k, v, None, sinks, None, *numbered.data)
+        out, lse = asked.call(q, k, v, None, sinks, None, *asked.data)
         return unbatched(out, lse, dims, bshd)
     found: Any = known.get(asked.key)
     if found is None:
@@ -115,12 +113,10 @@ def layout_by_structure(
     by_numbers: bool = True,
 ) -> Given:  # fmt: skip
     """The layout of such a call, made on its device, or kept by its numbers where these may be asked for."""
-    asked = _asked(q, k, v, pattern, options, vectors, by_numbers)
-    if asked is not None and asked.by_numbers:
-        numbered = _of_numbers(asked, q, k, v, options, vectors)
-        if numbered is not None:
-            return numbered.layout
-        asked = _asked(q, k, v, pattern, options, vectors, by_numbers=False)
+    look_up = _asked_or_numbered if by_numbers else partial(_asked, by_numbers=False)
+    asked = look_up(q, k, v, pattern, options, vectors)
+    if isinstance(asked, Numbered):
+        return asked.layout
     found: Any = None if asked is None else known.get(("layout", asked.key))
     if asked is not None and found is not None and found.again is not None:
         # Made in inference mode it could not be used in training later.
@@ -133,12 +129,21 @@ def layout_by_structure(
     return made
 
 
+def _asked_or_numbered(
+    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()]
+) -> Asked | Numbered | None:  # fmt: skip
+    """What is kept by the numbers of a call, or what the call asks for; None for one that has no key as it is."""
+    asked = _asked(q, k, v, pattern, options, vectors)
+    if asked is None or not asked.by_numbers:
+        return asked
+    numbered = _of_numbers(asked, q, k, v, options, vectors)
+    return _asked(q, k, v, pattern, options, vectors, by_numbers=False) if numbered is None else numbered
+
+
 def _of_numbers(
     asked: Asked, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, vectors: Vectors | tuple[()]
 ) -> Numbered | None:  # fmt: skip
-    """The layout of a structure by its numbers, and what computes its calls; None for the first of them, and others."""
-    if not asked.by_numbers:
-        return None
+    """The layout of a structure by its numbers, and what computes its calls; None for the first of them."""
     found = _numbered.get(asked.key)
     if found is not None:
         return found
