@@ -7,7 +7,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from gossamer.kernels.structure.interval_kernels import at_most
+from gossamer.kernels.search import at_most
 
 MOST: tl.constexpr = tl.constexpr(2**31 - 1)
 

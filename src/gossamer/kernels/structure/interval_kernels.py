@@ -7,6 +7,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from gossamer.kernels.search import at_most
+
 # The numbers of `count_tiles_kernel`, of which it is compiled for none.
 CountNumbers = namedtuple("CountNumbers", "rows columns T C leads steps every")
 # Those of `place_tiles_kernel`.
@@ -18,19 +20,6 @@ IntervalForm = namedtuple("IntervalForm", "BLOCK_ROWS BLOCK_COLUMNS ROWS COLUMNS
 @triton.jit
 def _greater(x, y):
     return tl.maximum(x, y)
-
-
-@triton.jit
-def at_most(ordered, n, steps, x, some):
-    """How many of n ascending numbers are not greater than each x."""
-    low, high = tl.zeros_like(x), tl.zeros_like(x) + n
-    for _ in range(steps):
-        middle = (low + high) // 2
-        open = some & (low < high)
-        less = tl.load(ordered + middle, mask=open, other=0) <= x
-        high = tl.where(open & (less == 0), middle, high)
-        low = tl.where(open & less, middle + 1, low)
-    return low
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from gossamer.kernels.search import at_most
+
 # The numbers of a kernel, of which it is compiled for none.
 RowNumbers = namedtuple(
     "RowNumbers",
@@ -15,18 +17,6 @@ RowNumbers = namedtuple(
 ColumnNumbers = namedtuple("ColumnNumbers", "keys entries programs n Q steps")
 # What the kernel of rows is compiled for.
 RowForm = namedtuple("RowForm", "HAS_COUNTS BOUNDED CODED LISTS N")
-
-
-@triton.jit
-def number_below(values, x, n, steps):
-    """How many of n ascending values are less than each x; `steps` halve n to nothing."""
-    low, high = x * 0, x * 0 + n
-    for _ in range(steps):
-        open = low < high
-        middle = low + (high - low) // 2
-        less = tl.load(values + middle, mask=open, other=0) < x
-        low, high = tl.where(open & less, middle + 1, low), tl.where(open & (less == 0), middle, high)
-    return low
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -93,9 +83,10 @@ def columns_kernel(codes, places, starts, counts, queries, numbers: ColumnNumber
     at = tl.program_id(0)
     if at < programs:
         key = at * BLOCK + tl.arange(0, BLOCK)
-        start = number_below(codes, key, entries, numbers.steps)
-        tl.store(starts + key, start, mask=key < keys)
-        tl.store(counts + key, number_below(codes, key + 1, entries, numbers.steps) - start, mask=key < keys)
+        some = key < keys
+        start = at_most(codes, entries, numbers.steps, key - 1, some)
+        tl.store(starts + key, start, mask=some)
+        tl.store(counts + key, at_most(codes, entries, numbers.steps, key, some) - start, mask=some)
     else:
         entry = (at - programs) * BLOCK + tl.arange(0, BLOCK)
         place = tl.load(places + entry, mask=entry < entries, other=0)

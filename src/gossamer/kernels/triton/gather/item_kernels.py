@@ -11,21 +11,11 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from gossamer.kernels.search import at_most
+
 # The numbers of `items_kernel`, of which it is compiled for none, and what it is compiled for.
 ItemNumbers = namedtuple("ItemNumbers", "rows tiles width more slots steps n_items programs")
 ItemForm = namedtuple("ItemForm", "CUT ITEM MERGE CLASSES BLOCK")
-
-
-@triton.jit
-def _number_up_to(sums, x, before, rows, steps):
-    """How many of the ascending sums, less `before`, are at most each x."""
-    low, high = x * 0, x * 0 + rows
-    for _ in range(steps):
-        open = low < high
-        middle = low + (high - low) // 2
-        reached = tl.load(sums + middle, mask=open, other=0) - before <= x
-        low, high = tl.where(open & reached, middle + 1, low), tl.where(open & (reached == 0), middle, high)
-    return low
 
 
 @triton.jit(do_not_specialize=["rows", "width", "limit"])
@@ -63,7 +53,7 @@ def items_kernel(
         there = at < numbers.n_items
         of, piece, number = at, at * 0, at * 0 + 1
         if CUT:
-            of = _number_up_to(sums, at, 0, rows, steps)
+            of = at_most(sums, rows, steps, at, there)
         some = there & (of < rows)
         of = tl.minimum(of, rows - 1)
         slot = at * 0 - 1
@@ -95,7 +85,7 @@ def items_kernel(
     elif CUT:
         at = (own - programs) * BLOCK + tl.arange(0, BLOCK)
         there = at < numbers.more
-        of = _number_up_to(sums + 2 * rows, at, tl.load(sums + 2 * rows - 1), rows, steps)
+        of = at_most(sums + 2 * rows, rows, steps, at + tl.load(sums + 2 * rows - 1), there)
         some = of < rows
         of = tl.minimum(of, rows - 1)
         behind = tl.load(sums + rows + of) - tl.load(sums + rows - 1)
