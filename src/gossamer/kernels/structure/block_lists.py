@@ -16,6 +16,7 @@ from gossamer.kernels.structure.block_kernels import (
     order_kernel,
     place_kernel,
 )
+from gossamer.kernels.structure.given import limits_of
 
 WORD = 32
 LISTS = 8  # of a program: as many words as are read at once
@@ -42,18 +43,13 @@ def block_lists(
     if kept:
         kept_bits, *before = before
     before, *_ = before
-    unread = row_counts  # a pointer that is not read still needs an array
-    count_strides = (0, 0, 0) if counts is None else counts.stride()
-    bound_strides: tuple[int, ...] = (0, 0, 0)
-    if lo is not None and hi is not None:
-        lo, hi = lo.contiguous(), hi.contiguous()
-        bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
+    limits = limits_of(counts, lo, hi, row_counts)
     groups = -(-T // LISTS)
     launch(
-        order_kernel, (Bl * Hl * groups,), indices, unread if counts is None else counts, unread if lo is None else lo,
-        unread if hi is None else hi, row_starts, row_counts, row_indices, listed_bits, kept_bits, before,
-        OrderNumbers(T, C, n, Q, K, Hl, groups, *indices.stride(), *count_strides, *bound_strides),
-        FORM=OrderForm(counts is not None, lo is not None, row_kinds, kept, block, LISTS,
+        order_kernel, (Bl * Hl * groups,), indices, *limits.arrays, row_starts, row_counts, row_indices,
+        listed_bits, kept_bits, before,
+        OrderNumbers(T, C, n, Q, K, Hl, groups, *indices.stride(), *limits.strides),
+        FORM=OrderForm(limits.counted, limits.bounded, row_kinds, kept, block, LISTS,
                        power(n, WORD, MOST_ENTRIES), power(words, LISTS, MOST_WORDS)), num_warps=4,
     )  # fmt: skip
     if not transpose:

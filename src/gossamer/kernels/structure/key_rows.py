@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.relaunch import launch
+from gossamer.kernels.structure.given import limits_of
 from gossamer.kernels.structure.key_kernels import ColumnNumbers, RowForm, RowNumbers, columns_kernel, rows_kernel
 
 LEAST_ENTRIES = 16  # of a list, as a program sorts it
@@ -26,17 +27,12 @@ def key_rows(
     starts, listed_counts = (torch.empty((Bl, Hl, Q), **new) for _ in range(2))
     listed = torch.empty(lists * n, **new)
     codes = torch.empty(lists * n if transpose else 0, **new)
-    count_strides = (0, 0, 0) if counts is None else counts.stride()
-    bound_strides: tuple[int, ...] = (0, 0, 0)
-    if lo is not None and hi is not None:
-        lo, hi = lo.contiguous(), hi.contiguous()
-        bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
+    limits = limits_of(counts, lo, hi, starts)
     several = max(1, ENTRIES // N)
-    read = (starts if x is None else x for x in (counts, lo, hi))  # a pointer that is not read still needs an array
-    numbers = RowNumbers(lists, Q, n, K, Hl, heads * K, *indices.stride(), *count_strides, *bound_strides)
-    form = RowForm(counts is not None, lo is not None, transpose, several, N)
+    numbers = RowNumbers(lists, Q, n, K, Hl, heads * K, *indices.stride(), *limits.strides)
+    form = RowForm(limits.counted, limits.bounded, transpose, several, N)
     launch(
-        rows_kernel, (-(-lists // several),), indices, *read, starts, listed_counts, listed,
+        rows_kernel, (-(-lists // several),), indices, *limits.arrays, starts, listed_counts, listed,
         codes if transpose else listed, numbers, FORM=form, num_warps=min(8, max(4, N // 256)),
     )  # fmt: skip
     shape, entries = (Bl, Hl, K) if transpose else (Bl, Hl, 0), len(codes)

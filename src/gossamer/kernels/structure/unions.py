@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer.kernels.gpu import processors
 from gossamer.kernels.relaunch import launch, power
 from gossamer.kernels.structure.block_lists import WORD
+from gossamer.kernels.structure.given import limits_of
 from gossamer.kernels.structure.union_kernels import UnionForm, UnionNumbers, union_kernel
 
 MOST_ENTRIES = 1024  # of a list at a time
@@ -33,17 +34,11 @@ def key_unions(
         most = min(most, PROGRAMS * processors(indices.device))
     programs = min(groups, most)
     marks = torch.empty((programs, block, words), **new)
-    count_strides = (0, 0, 0) if counts is None else counts.stride()
-    bound_strides: tuple[int, ...] = (0, 0, 0)
-    if lo is not None and hi is not None:
-        lo, hi = lo.contiguous(), hi.contiguous()
-        bound_strides = tuple(0 if size == 1 else stride for size, stride in zip(lo.shape, lo.stride(), strict=True))
-    unread = starts  # a pointer that is not read still needs an array
+    limits = limits_of(counts, lo, hi, starts)
     launch(
-        union_kernel, (programs,), indices, unread if counts is None else counts, unread if lo is None else lo, unread
-        if hi is None else hi, starts, listed_counts, listed, bits, marks,
-        UnionNumbers(groups, T, n, Q, K, Hl, room, *indices.stride(), *count_strides, *bound_strides),
-        FORM=UnionForm(counts is not None, lo is not None, block, power(n, WORD, MOST_ENTRIES),
+        union_kernel, (programs,), indices, *limits.arrays, starts, listed_counts, listed, bits, marks,
+        UnionNumbers(groups, T, n, Q, K, Hl, room, *indices.stride(), *limits.strides),
+        FORM=UnionForm(limits.counted, limits.bounded, block, power(n, WORD, MOST_ENTRIES),
                        power(words, LEAST_WORDS, MOST_WORDS)), num_warps=4,
     )  # fmt: skip
     return starts, listed_counts, listed, bits
