@@ -24,7 +24,7 @@ from gossamer.torch.arguments import INTEGERS
 from gossamer.torch.structure.base import Joined, Positions, Sizes, Structure
 from gossamer.torch.structure.fused_bounds import fused_bounds
 from gossamer.torch.structure.inputs import Inputs, _bounds
-from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.processes import INTERPRETING, LAUNCHES, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
@@ -144,18 +144,8 @@ def test_in_interpreter() -> None:
     in_interpreter(__file__, "test_random_bounds")
 
 
-COMPILE = """
-import sys
-import torch
-from gossamer.kernels import relaunch
+COMPILE = f"""{LAUNCHES}
 from gossamer.kernels.structure import bounds, told
-
-work = []
-
-def launch(function, grid, *given, **named):
-    given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
-    facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
-    work.append((function, relaunch.without_values(function, facts), named))
 
 bounds.launch = launch
 wide, narrow, edges = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.uint8), torch.zeros(9).int()
@@ -167,9 +157,7 @@ for ids in (torch.zeros(2, 1000).int(), torch.zeros(1000).byte()):
 bounds.row_bounds(told.DOCUMENTS, edges, None, None, None, None, narrow, sizes, (*reach, 0))
 bounds.row_bounds(told.SEQUENCES, edges, edges.long(), narrow, None, None, None, sizes, (*reach, 7))
 bounds.row_bounds(told.SEQUENCES, edges, edges, None, None, None, None, sizes, (*reach, 0))
-assert len(work) == 12
-for function, facts, options in work:
-    relaunch.compiled_for(function, facts, {**options, "enable_fp_fusion": True}, int(sys.argv[1]))
+compile_all(12)
 """
 
 

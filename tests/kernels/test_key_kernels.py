@@ -21,7 +21,7 @@ from gossamer.layouts.device.arrays import KeyRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.torch import device_arrays, fused_structure
 from tests.layouts.test_device_layouts import draw_bounds
-from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.processes import INTERPRETING, LAUNCHES, compiled, in_interpreter
 
 pytest.importorskip("triton")
 
@@ -150,20 +150,10 @@ def test_in_interpreter() -> None:
     in_interpreter(__file__, "test_random_keys")
 
 
-COMPILE = """
-import sys
-import torch
-from gossamer.kernels import relaunch
+COMPILE = f"""{LAUNCHES}
 from gossamer.kernels.structure import key_rows
 from gossamer.kernels.triton.gather import device_items
 from gossamer.layouts.gather import GatherWalk
-
-work = []
-
-def launch(function, grid, *given, **named):
-    given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
-    facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
-    work.append((function, facts, named))
 
 key_rows.launch = device_items.launch = launch
 bounds = torch.zeros(2, 1, 60, dtype=torch.int32)
@@ -174,10 +164,7 @@ none = torch.zeros((0, 1), dtype=torch.int32)
 walk = GatherWalk(60, 700, 1, bounds, bounds, bounds, none)
 for more in (0, 9):
     device_items.longest_of(device_items.device_items(walk, 40, more).items, 8)
-assert len(work) == 13
-for function, facts, options in work:
-    facts = relaunch.without_values(function, facts)
-    relaunch.compiled_for(function, facts, {**options, "enable_fp_fusion": True}, int(sys.argv[1]))
+compile_all(13)
 """
 
 

@@ -28,3 +28,23 @@ def _run(command: list[str], more: dict[str, str]) -> None:
     environment = os.environ | more
     found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-4000:]
+
+
+# The head of a script for `compiled`: modules launch by `launch`, and `compile_all` compiles what they would have run.
+LAUNCHES = """
+import sys
+import torch
+from gossamer.kernels import relaunch
+
+work = []
+
+def launch(function, grid, *given, **named):
+    given += tuple(named.pop(name) for name in list(relaunch.parameters(function))[len(given):])
+    facts = [relaunch.Pointer(str(x.dtype)[6:], True) if isinstance(x, torch.Tensor) else x for x in given]
+    work.append((function, relaunch.without_values(function, facts), named))
+
+def compile_all(number):
+    assert len(work) == number
+    for function, facts, options in work:
+        relaunch.compiled_for(function, facts, {**options, "enable_fp_fusion": True}, int(sys.argv[1]))
+"""
