@@ -26,7 +26,7 @@ from tests.integrations.test_transformers import (
     inputs_of,
     padding,
 )
-from tests.support.host_reads import Graphs, NothingRead
+from tests.support.host_reads import Graphs, NothingRead, waiting_raises
 from tests.support.transformers_models import hf, masking_utils, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -217,13 +217,13 @@ def test_a_compiled_step_of_decoding_does_not_wait(family: str, form: str) -> No
     wanted = decoded(model, model, form, "cuda")
 
     def after(step: int) -> None:  # both graphs of a sliding cache have been compiled
-        torch.cuda.set_sync_debug_mode("error" if step > 3 else "default")
+        waiting_raises(step > 3)
 
     model.set_attn_implementation("gossamer")
     try:
         found = decoded(model, torch.compile(model, fullgraph=True), form, "cuda", after)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        waiting_raises(False)
     assert (found - wanted).abs().max() <= 1e-4
 
 
@@ -240,10 +240,10 @@ def test_a_compiled_step_of_training_does_not_wait(form: str) -> None:
         given = {name: x.cuda() for name, x in given.items()}
         torch.cuda.synchronize()
         try:
-            torch.cuda.set_sync_debug_mode("error" if at > 1 else "default")
+            waiting_raises(at > 1)
             compiled(ids, **given, **NO_CACHE).logits.square().mean().backward()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            waiting_raises(False)
 
 
 # -- what has no rules on a device ----------------------------------------------------------------------------------

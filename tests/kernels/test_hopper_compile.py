@@ -236,6 +236,31 @@ def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     assert config.blocks == 1 or max(registers) <= 128, registers
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [2, 3, 48])
+@pytest.mark.parametrize(("direction", "tiles"), [("forward", 1), ("gradients", 2)])  # Q; Q and dO
+def test_barriers_wait_for_the_rows_that_heads_fill(
+    direction: str, tiles: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMA copies whole queries: a barrier that waits for the other rows of a tile of 64 waits forever."""
+    import cutlass.cute as cute
+
+    from gossamer.kernels.hopper import compiled
+
+    counted, expect = [], cute.arch.mbarrier_arrive_and_expect_tx
+
+    def recorded(barrier: Any, size: Any, *more: Any, **given: Any) -> None:
+        counted.append(int(size))
+        expect(barrier, size, *more, **given)
+
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setattr(cute.arch, "mbarrier_arrive_and_expect_tx", recorded)
+    compiled.gather.build(gather_config(direction, "bfloat16", 128, 128, "fold", False, heads))
+    queries = {2: 32, 3: 16, 48: 1}[heads]
+    assert set(counted) == {tiles * heads * queries * 128 * 2}
+
+
 FLAT = [
     ("forward", forward_config(TileCall("bfloat16", 64, 64, 192, 128, "fold"))),
     ("backward", backward_config(TileCall("bfloat16", 128, 128, 128, 128, "fold"), True)),

@@ -61,16 +61,21 @@ class Graphs:
         return make_boxed_func(module.forward)
 
 
+def waiting_raises(yes: bool = True) -> None:
+    """Operations that wait for a GPU raise from here on, or no longer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once in a process that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error" if yes else "default")
+
+
 @contextmanager
 def nothing_waits() -> Iterator[None]:
     """Operations that wait for a GPU raise."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
+    waiting_raises()
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        waiting_raises(False)
 
 
 class NothingRead(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.torch import calls, decoding, request
+from tests.support.host_reads import nothing_waits
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
 
 pytest.importorskip("triton")
@@ -341,11 +342,8 @@ def test_a_captured_step_follows_its_lengths(name: str) -> None:
         return gs.attention(q, k, v, RULES[name], q_offset=at, key_lengths=lengths)
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()

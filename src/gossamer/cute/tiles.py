@@ -98,6 +98,15 @@ def partition(tma: Tma, shared: Any, rows: int, columns: int) -> tuple[Any, Any]
     )
 
 
+def copied_bytes(to: Any) -> int:
+    """The bytes of a tile that TMA copies and counts at a barrier: fewer than it has where heads do not fill its rows.
+
+    Args:
+        to: in shared memory, as `partition` gives it.
+    """
+    return int(cute.size(to, mode=[0])) * int(to.element_type.width) // 8
+
+
 def rows_of(tma: Tma) -> Any:
     """The number of rows of a head."""
     rows, *_ = tma.tensor.shape
@@ -148,7 +157,7 @@ def tile_loader(
 ) -> TileLoader:
     """`shared`: a tile for each stage of the ring."""
     to, from_ = partition(tma, shared, rows, columns)
-    return TileLoader(ring, tma.atom, to, from_, rows * columns * shared.element_type.width // 8, shared, landing)
+    return TileLoader(ring, tma.atom, to, from_, copied_bytes(to), shared, landing)
 
 
 def product_of(

@@ -23,6 +23,7 @@ from gossamer.cute.row_items import ITEM, RowItem
 from gossamer.cute.shell import Shell, array, barriers, items_of, ring_of, tile_memory, tiles
 from gossamer.cute.tiles import (
     accumulator,
+    copied_bytes,
     issue,
     partition,
     product_of,
@@ -211,14 +212,15 @@ class ItemTiles(Opaque):
         self.groups, self.q, self.dout = self.config.block_q // ROWS, a.q.atom, a.dout.atom
         self.q_to, self.q_from = partition(a.q, block.s_q, ROWS, self.config.D)
         self.do_to, self.do_from = partition(a.dout, block.s_dout, ROWS, self.config.E)
+        self.bytes = self.groups * (copied_bytes(self.q_to) + copied_bytes(self.do_to))  # of an item
 
     @cute.jit
     def load(self, turn, item):
         """Fill the ring's stage, which is empty; returns the item's batch element and head."""
         batch, head, tile = item[RowItem.BATCH, 0], item[RowItem.HEAD, 0], item[RowItem.TILE, 0]
-        size, full = const_expr(2 * ROWS * (self.config.D + self.config.E) * self.groups), self.ring.full
+        full = self.ring.full
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
         for g in cutlass.range_constexpr(self.groups):
             at = tile * self.groups + g
             cute.copy(self.q, self.q_from[None, at, head, batch], self.q_to[None, g], tma_bar_ptr=full)

@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 from gossamer.cute.clearing import KeptKeys, looks_for_keys
 from gossamer.cute.common import FAR, ROWS, Opaque
 from gossamer.cute.row_items import RowItem
-from gossamer.cute.tiles import partition, tile_loader
+from gossamer.cute.tiles import copied_bytes, partition, tile_loader
 from gossamer.cute.work import TileRows
 from gossamer.kernels.hopper.device.forward.block import ForwardBlock, RowBlock
 from gossamer.kernels.hopper.device.forward.masks import first_entry, tiles_of
@@ -29,7 +29,7 @@ class ItemLoader(Opaque):
         self.ring, self.groups = block.items, block.config.block_q // ROWS  # tiles of an item
         q, columns = block.arguments.q, cute.size(block.s_q, mode=[1])
         self.atom, (self.to, self.from_) = q.atom, partition(q, block.s_q, ROWS, columns)
-        self.bytes = self.groups * ROWS * columns * block.s_q.element_type.width // 8  # of an item's Q
+        self.bytes = self.groups * copied_bytes(self.to)  # of an item's Q
 
     @cute.jit
     def load(self, turn, item):
