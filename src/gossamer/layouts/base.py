@@ -49,9 +49,21 @@ class WalkArrays:
         return None if isinstance(last, np.ndarray) else last.device
 
     def on_host(self) -> Self:
-        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it."""
+        """The same walk as numpy arrays; itself when it is one. Tensors on a GPU are copied, which waits for it.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
         if self.device is None:
             return self
+        if self.device.type == "cuda":
+            import torch
+
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a CUDA graph cannot capture this call: lists that are on the GPU alone are read on the host by "
+                    "what computes it; kernels, which do not, take float16, bfloat16 and float32"
+                )
         *arrays, packed = [a.cpu().numpy() for a in self.arrays()]
         return self.with_arrays([*arrays, packed.view(np.uint32)])
 
