@@ -38,6 +38,7 @@ LISTED = {"uniform": 1_000_000, "clustered": 64_000}
 WARPS = 64  # sampled, of 8 queries each
 SHOWN = 64  # rows of attention that are compared with float64
 STEPS = 20  # of attention in one program
+SHARES = 0.25, 0.01  # of the pairs that are kept
 LOOP = 32_768  # particles that are all within the radius: the rate of the loop over pairs itself
 
 
@@ -203,19 +204,20 @@ def attended(x: jax.Array, radius: float, h: float, common: dict[str, Any], exac
     return found
 
 
-def table(dtype: str) -> Iterator[dict[str, Any]]:
-    """4096 particles of which each attends to a quarter, D 64, beside dense attention in XLA of the same type.
+def table(dtype: str, kind: str) -> Iterator[dict[str, Any]]:
+    """4096 particles of which each attends to a share, D 64, beside dense attention in XLA of the same type.
 
-    `ms` is of steps of one program, `call_ms` of calls from Python, which take longer to make than to compute.
+    `ms` is of steps of one program, `call_ms` of calls from Python, which take longer to make than to compute. XLA's
+    products of float32 are at their highest precision.
+
+    Args:
+        kind: what is near: "positions" in a box, or "features" of 64 dimensions.
     """
     import gossamer.jax as gsj
 
     N, D = 4096, 64
     x, features = cloud(N, "uniform"), jax.random.normal(jax.random.key(7), (N, D))
-    some = np.asarray(features[:256], np.float64)
-    wide = float(np.quantile(np.sqrt(((some[:, None] - np.asarray(features, np.float64)) ** 2).sum(-1)), 0.25))
-    clouds = {"positions": (x[gp.Cells.build(x, 0.1, 1.0).order], (0.25 * 3 / (4 * np.pi)) ** (1 / 3), 1.0),
-              "features": (features, wide, None)}  # fmt: skip
+    points, box = (x[gp.Cells.build(x, 0.1, 1.0).order], 1.0) if kind == "positions" else (features, None)
     q, k, v = (jax.random.normal(jax.random.key(n), (N, D)).astype(dtype) for n in range(3))
     rows = np.asarray(q[:SHOWN].astype(jnp.float32), np.float64) @ np.asarray(k.astype(jnp.float32), np.float64).T
 
@@ -223,11 +225,12 @@ def table(dtype: str) -> Iterator[dict[str, Any]]:
         return gsj.sparse_attention(q, k, v, plan)
 
     def dense(q: jax.Array, k: jax.Array, v: jax.Array, keep: jax.Array) -> jax.Array:
-        s = jnp.where(keep, (q @ k.T).astype(jnp.float32) * D**-0.5, -jnp.inf)
-        return jax.nn.softmax(s, -1).astype(v.dtype) @ v
+        with jax.default_matmul_precision("highest"):
+            s = jnp.where(keep, (q @ k.T).astype(jnp.float32) * D**-0.5, -jnp.inf)
+            return jax.nn.softmax(s, -1).astype(v.dtype) @ v
 
-    for kind, (points, threshold, box) in clouds.items():
-        mask = gsj.create_sparsity_mask(points, threshold, box)
+    for share in SHARES:
+        mask = gsj.create_sparsity_mask(points, box=box, share=share)
         keep = jnp.asarray(mask.materialize(N, N))
         s = np.where(keep[:SHOWN], rows * D**-0.5, -np.inf)
         p = np.exp(s - s.max(1, keepdims=True))
@@ -241,7 +244,7 @@ def table(dtype: str) -> Iterator[dict[str, Any]]:
             for direction, function in (("forward", call), ("gradient", jax.grad(total, (0, 1, 2)))):
                 run = jax.jit(function).lower(q, k, v, of).compile()
                 memory, out = run.memory_analysis(), run(q, k, v, of)
-                row = {"case": f"attention of a quarter by {kind}", "particles": N, "dtype": dtype,
+                row = {"case": f"attention of {share:.0%} by {kind}", "particles": N, "dtype": dtype,
                        "implementation": name, "direction": direction, "density": float(keep.mean()),
                        "temporary_bytes": memory.temp_size_in_bytes,
                        "argument_bytes": memory.argument_size_in_bytes}  # fmt: skip
@@ -278,7 +281,10 @@ def parts_of(given: argparse.Namespace) -> dict[str, Callable[[], Iterable[dict[
         if name in given.of:
             found |= {f"{name} {N} {kind}": partial(function, N, kind) for N in given.particles for kind in given.kinds}
     if "table" in given.of:
-        found |= {f"table {dtype}": partial(table, dtype) for dtype in ("bfloat16", "float32")}
+        found |= {
+            f"table {dtype} {kind}": partial(table, dtype, kind)
+            for dtype in ("bfloat16", "float32") for kind in ("positions", "features")
+        }  # fmt: skip
     return found | ({"loops": loops} if "loops" in given.of else {})
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.kernels.launch import Launched, observer
+from gossamer.memo import forget_all
 from gossamer.torch.arguments import AttentionOptions
 from gossamer.torch.recording import Recorded, Repeats, record
 from gossamer.torch.request import request_of
@@ -27,24 +28,28 @@ PROGRAMS = 200
 Make = Callable[..., Any]
 
 
-def recorded(make: Make, *given: Tensor) -> Recorded:
+def recorded(make: Make, *given: Tensor, together: bool = True) -> Recorded:
     """What is recorded of a function of tensors, which gives one tensor or a tuple."""
 
     def run() -> tuple[Tensor, ...]:
         found = make(*given)
         return found if isinstance(found, tuple) else (found,)
 
-    return record(run, given, CPU)
+    return record(run, given, CPU, together)
 
 
 def check(make: Make, *given: Tensor, others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What is made again of others, twice: the same bits and strides as what the function makes of them."""
+    """What is made again of others, twice: the same bits and strides as what the function makes of them.
+
+    Results are parts of few tensors, or each is its own.
+    """
     wanted = make(*(x.clone() for x in others))
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    first = recorded(make, *(x.clone() for x in given))
-    assert first.again is not None
-    for _ in range(2):
-        found = first.again(*(x.clone() for x in others))
+    for together in (False, True):
+        again = recorded(make, *(x.clone() for x in given), together=together).again
+        assert again is not None
+        again(*(x.clone() for x in others))
+        found = again(*(x.clone() for x in others))
         assert len(found) == len(wanted)
         for x, want in zip(found, wanted, strict=True):
             assert x.dtype == want.dtype and x.shape == want.shape and x.stride() == want.stride()
@@ -201,6 +206,34 @@ def test_launches_are_in_order_with_operations(by_address: bool) -> None:
     check(make, torch.tensor([1, 2, 3]), others=(torch.tensor([7, 0, -4]),))
 
 
+def test_what_launches_alone_fill_is_allocated_together() -> None:
+    """Results of a type are parts of one memory, and so are small arrays that are read by launches alone."""
+
+    def add(n: int, source: int, into: int, kind: Any) -> None:
+        source, into = (ctypes.cast(a, ctypes.POINTER(kind)) for a in (source, into))
+        for at in range(n):
+            into[at] = source[at] + 1  # type: ignore[index]
+
+    def make(x: Tensor) -> tuple[Tensor, ...]:
+        one, two = torch.empty(5, dtype=torch.int32), torch.empty((5, 1), dtype=torch.int32)
+        few, read = torch.empty(5, dtype=torch.int32), torch.empty(5, dtype=torch.int32)
+        large = torch.empty(2**20, dtype=torch.int16)
+        for source, into in ((x, one), (one, few), (few, read[:5]), (few[2:], two[2:]), (x, large), (x, two)):
+            n = 3 if source.numel() < 5 else 5
+            launch(lambda *given: add(*given, ctypes.c_int32), n, source, into, by_address=True)
+        return two[1:, 0], read + one, one[::2], two[1:, 0]
+
+    first, others = (torch.randint(9, (5,), dtype=torch.int32) for _ in range(2))
+    found = check(make, first, others=(others,))
+    assert found[0] is not found[2] and found[0].data_ptr() - found[2].data_ptr() == 256 + 4
+    again = recorded(make, first).again
+    assert again is not None and len(again.run(others)) == 2
+    with Seen() as seen:
+        again.run(others)
+    # Of one and two; few is alone; read; large. Then one as a tensor, which is added.
+    assert seen.names == ["aten.empty_like.default"] * 4 + ["aten.as_strided.default", "aten.add.Tensor"]
+
+
 def test_modes_of_the_first_call_are_not_those_of_the_next() -> None:
     """What was recorded in inference mode is used in training, and the other way round."""
     for first, second in ((True, False), (False, True)):
@@ -319,11 +352,22 @@ def test_calls_whose_layouts_have_other_arrays_have_other_keys() -> None:
     assert [request_of(q, k, v, pattern, options).key for pattern in patterns] == keys
 
 
-def test_gradients_go_by_the_strides_of_what_hooks_return() -> None:
-    """Of saved arrays of a layout, which lie otherwise behind a hook that copies them."""
+def clone_of(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def moved(x: Tensor) -> Tensor:
+    """The numbers at another place of another memory."""
+    return torch.cat([x.new_zeros(3), x.reshape(-1)])[3:].view(x.shape)
+
+
+@pytest.mark.parametrize("hook", [clone_of, moved])
+def test_gradients_go_by_the_strides_of_what_hooks_return(hook: Callable[[Tensor], Tensor]) -> None:
+    """Saved tensors, the memory of a layout among them, lie otherwise behind a hook that copies them."""
     from gossamer.torch.calls import MadeCall
 
-    q, k, v = (torch.randn(2, 2, 200, 8, requires_grad=True) for _ in range(3))
+    forget_all()
+    q, k, v = (torch.randn(2, 200, 2, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     ids = torch.stack([torch.arange(200) // 64, torch.zeros(200, dtype=torch.int64)])
     calls: list[MadeCall] = []
 
@@ -334,9 +378,7 @@ def test_gradients_go_by_the_strides_of_what_hooks_return() -> None:
         return torch.autograd.grad(out.sin().sum(), (q, k, v))
 
     wanted = gradients()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(hook, lambda x: x):
         found = gradients()
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
     assert isinstance(calls[0], MadeCall) and calls[0] is calls[1]

@@ -13,8 +13,10 @@ from jax import Array, lax
 from gossamer.jax.compat import varying_with
 from gossamer.jax.tiles import INTERVAL, NOTHING, Extent, TileLists
 
-# Scores that one step computes: measured on two cores, where fewer make short loops and more leave the cache.
+# Scores that one step computes. Measured on two cores, where fewer make short loops and more leave the cache; on a GPU
+# a step is some ten kernels, each of which takes less than its launch unless it computes many.
 SCORES = 2**18
+SCORES_OF_GPU = 2**24
 HELD = 4  # results of pieces for each row, at most, before they are joined
 READ = 64  # scores of a column that take as long as reading it where it is gathered
 
@@ -36,6 +38,11 @@ class Config(NamedTuple):
     q_offset: int
     softcap: float | None = None
     absolute: bool = False  # of ALiBi's distances
+
+
+def scores_at_once() -> int:
+    """How many scores one step computes."""
+    return SCORES if jax.default_backend() == "cpu" else SCORES_OF_GPU
 
 
 class Split(NamedTuple):
@@ -164,7 +171,7 @@ def over_rows(
     block = extent.block_rows * extent.block_columns * split.fold
     for rows, width in zip(lists.groups, extent.widths, strict=True):
         tiles, n = min(width, extent.piece), rows.shape[0] * split.copies
-        steps = -(-n // max(1, SCORES // (block * tiles)))
+        steps = -(-n // max(1, scores_at_once() // (block * tiles)))
         each = -(-n // steps)
         item = jnp.arange(steps * each, dtype=jnp.int32) % n  # the last ones are computed twice
         row, copy = jnp.asarray(rows)[item % rows.shape[0]], item // rows.shape[0]
@@ -195,7 +202,7 @@ def _over_pieces(
     """
     (rows,), (width,), copies = lists.groups, extent.widths, split.copies
     n, most = rows.shape[0] * copies, math.prod(extent.lead) * extent.tiles * copies
-    each = min(n, max(1, SCORES // (max(extent.block_rows * split.fold, READ) * width)))
+    each = min(n, max(1, scores_at_once() // (max(extent.block_rows * split.fold, READ) * width)))
     held = min(-(-n // each), max(1, HELD * most // each))
     chunks = -(-n // (held * each))
     at = jnp.arange(chunks * held * each, dtype=jnp.int32)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.checks import raise_first
 from gossamer.kernels.contract import Implementation
@@ -63,6 +64,7 @@ MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tens
 Bound = Callable[..., tuple[Tensor, ...]]
 
 known: Memo[Any] = Memo()  # calls, by their keys
+_arrays_of = WeakTensorKeyDictionary()  # of layouts that calls made, by the first tensor of their memory
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
@@ -168,7 +170,11 @@ class Call:
             return self.backward(dout, dlse, q, k, v, out, lse, *more)
         vectors, data = vectors_and_data(more)
         a = self.options._replace(q=q, k=k, v=v, **vectors._asdict())
-        return gradients_by_operator(a, self.attended._replace(data=data), dout, dlse, out, lse)
+        return gradients_by_operator(a, self.attended._replace(data=self._arrays(data)), dout, dlse, out, lse)
+
+    def _arrays(self, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The arrays of a layout, or a mask, of the data that a call is given."""
+        return data
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -282,6 +288,7 @@ class MadeCall(DataCall):
 
     def _start(self, request: Request) -> None:
         super()._start(request)
+        self._again = request.attended.again
         self._forward: Bound | None = None
         self._backwards = Memo(MOST_BACKWARDS)
 
@@ -317,6 +324,20 @@ class MadeCall(DataCall):
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *more)
 
+    def _arrays(self, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The arrays of the layout: the same ones in both directions, which share what is made of them."""
+        if self._again is None or not data:
+            return data if self._again is None else self._again.parts(())
+        first, *_ = data
+        numbers, kept = (self._again, *map(id, data)), _arrays_of.get(first)
+        if kept is None or kept[0] != numbers:
+            # Of aliases: what is kept under a tensor must not keep that tensor alive.
+            kept = _arrays_of[first] = numbers, self._again.parts([x.detach() for x in data])
+        return kept[1]
+
+    def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
+        return super()._data_layout(plan, q, k, self._arrays(data))
+
     def _remade(self, direction: Direction, operands: dict[str, Operand], data: tuple[Tensor, ...]) -> Bound | None:
         """The function of a launch and of what it reads, which it makes of a layout's arrays; None where it cannot."""
         plan = self.plan if direction == "forward" else self.plan.gradient
@@ -325,7 +346,8 @@ class MadeCall(DataCall):
         prepared: list[Prepared] = []
 
         def make() -> list[Any]:
-            layout: Any = layout_from(list(data), geometry)
+            arrays = data if self._again is None else self._again.parts(data)
+            layout: Any = layout_from([*arrays], geometry)
             layout = dense_of(layout.rows) if implementation.layout == "dense" else layout
             prepared.append(implementation.prepare(plan.problem, layout, direction, self.scoring, operands | own))
             return list(prepared[0].layout.values())

@@ -8,6 +8,7 @@ down, and its repetitions run them in order: no check, no choice, no walk throug
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,23 +21,60 @@ from gossamer.torch.bind import written
 from gossamer.torch.key import unseen
 from gossamer.torch.memory import hold_for_graphs, outlasting, template
 
-Remade = Callable[..., tuple[Tensor, ...]]
-
 # What gives the host numbers of a tensor without an operation that a mode of operations would see.
 _READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
 
 _aten = torch.ops.aten
+META = torch.device("meta")  # of what stands for memory that is allocated
 _EMPTY = frozenset({_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default})
 
 
-class Recorded(NamedTuple):
-    """What was made, and the function that makes it again from other tensors; None where the host read numbers.
+MOST_SHARED_BYTES = 2**20  # of an array that nobody wants later, and that waits for the others to be left
+APART = 256  # bytes, at multiples of which the parts of one memory begin
 
-    The function's attribute `held` has the bytes that it holds.
+
+class Place(NamedTuple):
+    """Where a result lies."""
+
+    memory: int | Tensor  # which of those that the function gives; a tensor is the same every time
+    shape: tuple[int, ...] | None = None  # of a part of it
+    strides: tuple[int, ...] = ()
+    start: int = 0  # behind its begin
+
+    def of(self, memory: Sequence[Tensor]) -> Tensor:
+        """The result."""
+        x = self.memory if isinstance(self.memory, Tensor) else memory[self.memory]
+        return x if self.shape is None else x.as_strided(self.shape, self.strides, x.storage_offset() + self.start)
+
+
+class Again:
+    """Makes again what was recorded, of tensors that are like those of the first time.
+
+    Its results are parts of fewer tensors: `run` makes these, and `parts` gives the results. Whoever passes results on,
+    or saves them for a backward, does so with the few.
     """
 
+    def __init__(self, run: Callable[..., tuple[Tensor, ...]], places: tuple[Place, ...], at: tuple[int, ...]) -> None:
+        """`at`: which of the `places` each result has; `run` has attributes `outer` and `held`, see `_function`."""
+        self.run, self.places, self.at = run, places, at
+        self.held: int = run.held  # type: ignore[attr-defined]
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The results."""
+        return self.parts(self.run(*given))
+
+    def parts(self, memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, of what `run` gives."""
+        with _C._AutoDispatchBelowAutograd():
+            found = [x.of(memory) for x in self.places]
+        return tuple([found[at] for at in self.at])
+
+
+class Recorded(NamedTuple):
+    """What was made, and what makes it again from other tensors; None where the host read numbers."""
+
     made: tuple[Tensor, ...]
-    again: Remade | None
+    again: Again | None
 
 
 class _Step(NamedTuple):
@@ -51,18 +89,25 @@ class _Step(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A view: of which tensor, and where it begins behind that one's begin, in elements."""
+    """A view, or a part of memory: of which tensor, and where it begins behind that one's begin, in elements."""
 
     whole: Tensor
     start: int
 
+    def is_all(self, x: Tensor) -> bool:
+        """Whether a view is of all of it, as it lies."""
+        return self.start == 0 and x.shape == self.whole.shape and x.stride() == self.whole.stride()
 
-def record(make: Callable[[], Sequence[Any]], given: Sequence[Tensor], device: torch.device) -> Recorded:
+
+def record(
+    make: Callable[[], Sequence[Any]], given: Sequence[Tensor], device: torch.device, together: bool = False
+) -> Recorded:  # fmt: skip
     """What `make` gives, and how it is made again from tensors that are as those given: shapes, strides, types.
 
     Args:
         make: a function of the numbers in `given` alone. What else it reads is there for good.
         device: where all is made.
+        together: whether results are passed on by their memory, and are parts of as few tensors as may be.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return Recorded(tuple(make()), None)  # what it makes belongs to the graph
@@ -70,14 +115,14 @@ def record(make: Callable[[], Sequence[Any]], given: Sequence[Tensor], device: t
     with torch.inference_mode(False), torch.no_grad(), unseen(), launching(seen.launch), _Reads(seen), seen:
         made = tuple(make())
     tensors = tuple(x for x in made if isinstance(x, Tensor))
-    return Recorded(made, None if seen.read else _function(seen.steps, given, tensors, device))
+    return Recorded(made, None if seen.read else _function(seen.steps, given, tensors, device, together))
 
 
 class Repeats:
     """Makes something of tensors that are alike from call to call: it is recorded once, outside of captured graphs."""
 
     def __init__(self) -> None:
-        self._again: Remade | None = None
+        self._again: Again | None = None
         self._refused = False
 
     def __call__(self, make: Callable[[], Sequence[Any]], given: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -140,8 +185,10 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _function(steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, ...], device: torch.device) -> Remade:
-    """The function that runs the steps."""
+def _function(
+    steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, ...], device: torch.device, together: bool
+) -> Again:  # fmt: skip
+    """What runs the steps. The function has what it holds as its attribute `outer`, and how many bytes as `held`."""
     steps, same = _varying(steps, given)
     kept = _needed(steps, made)
     # Those that are the same every time are held for good: never in memory that belongs to a graph.
@@ -153,29 +200,32 @@ def _function(steps: list[_Step], given: Sequence[Tensor], made: tuple[Tensor, .
     moved = {n: x for n, x in outer.items() if n in same}
     outer |= dict(zip(moved, outlasting(device, lambda: [*map(_copy, moved.values())]), strict=True))
     kept, parts = _parts(kept)
-    writer = _Writer(outer, parts, device)
+    kept, parts = _shared(kept, parts, made, device, together)
+    writer = _Writer(outer, parts, given, device)
     parameters = [f"given_{at}" for at in range(len(given))]
     writer.names = {id(x): name for x, name in zip(given[::-1], parameters[::-1], strict=True)}
+    places = {id(x): writer.place(x) for x in made}
+    results = writer.results
     last: dict[int, int] = {}
     for at, step in enumerate(kept):
         for x in _tensors((step.arguments, step.named, step.results)):
-            last[id(x)] = last[id(writer.whole(x))] = at
-    for x in (*given, *made):
+            last[id(writer.named_by(x))] = last[id(writer.whole(x))] = at
+    for x in (*given, *results):
         last.pop(id(x), None)
-        last.pop(id(writer.whole(x)), None)
     for at, step in enumerate(kept):
         writer.write(step)
         dead = [writer.names[n] for n, end in last.items() if end == at and n in writer.names and n not in outer]
         if dead:
             writer.lines.append(f"{' = '.join(dead)} = None")
-    results = "".join(f"{writer.text(x)}, " for x in made)
-    writer.lines.append(f"return ({results})")
+    text = "".join(f"{writer.text(x)}, " for x in results)
+    writer.lines.append(f"return ({text})")
     writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
     body = ["with below_autograd():", *(f"    {line}" for line in writer.lines)]
     function = written(body, parameters, writer.scope, device)
     function.held = sum(x.nbytes for x in moved.values())  # type: ignore[attr-defined]
     function.outer = tuple(outer.values())  # type: ignore[attr-defined]  # the text may have their addresses alone
-    return function
+    order = list(places)
+    return Again(function, tuple(places.values()), tuple([order.index(id(x)) for x in made]))
 
 
 def _parts(steps: list[_Step]) -> tuple[list[_Step], dict[int, _Part]]:
@@ -198,6 +248,46 @@ def _parts(steps: list[_Step]) -> tuple[list[_Step], dict[int, _Part]]:
         else:
             left.append(step)
     return left, parts
+
+
+def _shared(
+    steps: list[_Step], parts: dict[int, _Part], made: tuple[Tensor, ...], device: torch.device, together: bool
+) -> tuple[list[_Step], dict[int, _Part]]:  # fmt: skip
+    """The steps with fewer allocations: arrays become parts of one memory.
+
+    Of results those of one type are, where they are `together`. Of the others those are whose addresses alone are
+    wanted, and which are small: their memory is given back when all have been read.
+    """
+    results = {id(parts.get(id(x), _Part(x, 0)).whole) for x in made}
+    seen = {
+        id(parts.get(id(x), _Part(x, 0)).whole)
+        for step in steps if not step.launched for x in _tensors((step.arguments, step.named))
+    }  # fmt: skip
+    groups: dict[torch.dtype | None, list[_Step]] = {}
+    for step in steps:
+        x = step.results
+        if step.launched or step.function not in _EMPTY or not (x.is_contiguous() and x.device == device and x.numel()):
+            continue
+        if id(x) in results:
+            if together:
+                groups.setdefault(x.dtype, []).append(step)
+        elif id(x) not in seen and x.nbytes <= MOST_SHARED_BYTES:
+            groups.setdefault(None, []).append(step)
+    first: list[_Step] = []
+    moved: dict[int, _Part] = {}
+    for dtype, group in groups.items():
+        if len(group) > 1:
+            ends = [0, *accumulate(-(-step.results.nbytes // APART) * APART for step in group)]
+            memory = torch.empty(ends[-1] // (dtype or torch.uint8).itemsize, dtype=dtype or torch.uint8, device="meta")
+            first.append(_Step(_aten.empty.memory_format, (), {}, memory, (), False))
+            for step, start in zip(group, ends, strict=False):
+                moved[id(step.results)] = _Part(memory, start // step.results.itemsize)
+    for n, part in parts.items():
+        into = moved.get(id(part.whole))
+        if into is not None:
+            parts[n] = _Part(into.whole, into.start + part.start)
+    left = [step for step in steps if step.launched or id(step.results) not in moved]
+    return first + left, parts | moved
 
 
 def _varying(steps: list[_Step], given: Sequence[Tensor]) -> tuple[list[_Step], set[int]]:
@@ -251,8 +341,12 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 class _Writer:
     """Writes steps as Python."""
 
-    def __init__(self, outer: dict[int, Tensor], parts: dict[int, _Part], device: torch.device) -> None:
+    def __init__(
+        self, outer: dict[int, Tensor], parts: dict[int, _Part], given: Sequence[Tensor], device: torch.device
+    ) -> None:
         self.outer, self.parts, self.device = outer, parts, device
+        self.given = {id(x) for x in given}
+        self.results: list[Tensor] = []  # what the function gives
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}  # what the function closes over
         self.names: dict[int, str] = {}  # of tensors, by identity
@@ -261,6 +355,25 @@ class _Writer:
     def whole(self, x: Tensor) -> Tensor:
         """The tensor of which one is a view; itself where it is none."""
         return self.parts.get(id(x), _Part(x, 0)).whole
+
+    def named_by(self, x: Tensor) -> Tensor:
+        """The tensor whose name stands for one: that of which it is a view of all; else itself."""
+        part = self.parts.get(id(x))
+        return x if part is None or not part.is_all(x) else part.whole
+
+    def place(self, x: Tensor) -> Place:
+        """Where a result lies."""
+        if id(x) in self.outer:
+            return Place(self.outer[id(x)])
+        whole, start = part = self.parts.get(id(x), _Part(x, 0))
+        if id(whole) in self.outer:
+            return Place(Place(0, tuple(x.shape), x.stride(), start).of([self.outer[id(whole)]]))
+        if id(whole) in self.given:  # each may begin elsewhere in its memory
+            whole, part = x, _Part(x, 0)
+        at = next((at for at, y in enumerate(self.results) if y is whole), len(self.results))
+        if at == len(self.results):
+            self.results.append(whole)
+        return Place(at) if part.is_all(x) else Place(at, tuple(x.shape), x.stride(), start)
 
     def name(self, x: Tensor) -> str:
         """A new name of a tensor; one that is returned by a step that writes it keeps its own."""
@@ -275,6 +388,7 @@ class _Writer:
     def text(self, value: Any) -> str:
         """The text of an argument."""
         if isinstance(value, Tensor):
+            value = self.named_by(value)
             if id(value) not in self.names:
                 self._make(value)
             return self.names[id(value)]
@@ -292,7 +406,9 @@ class _Writer:
         whole, start = self.parts[id(x)]
         base = self.text(whole)
         lie = f"{self.constant(tuple(x.shape))}, {self.constant(x.stride())}"
-        self.lines.append(f"{self.name(x)} = {base}.as_strided({lie}, {base}.storage_offset() + {start})")
+        given = id(whole) in self.given  # each may begin elsewhere in its memory
+        begin = f"{base}.storage_offset() + {start}" if given else int(whole.storage_offset()) + start
+        self.lines.append(f"{self.name(x)} = {base}.as_strided({lie}, {begin})")
 
     def address(self, x: Tensor) -> str:
         """The text of an address, for which a view is not made."""
@@ -313,7 +429,7 @@ class _Writer:
         results = step.results
         if step.launched:
             given = [self.address(x) if isinstance(x, Tensor) else self.text(x) for x in step.arguments]
-        elif step.function in _EMPTY and results.is_contiguous() and results.device == self.device:
+        elif step.function in _EMPTY and results.is_contiguous() and results.device in (self.device, META):
             like = self.constant(template(self.device, results.dtype, tuple(results.shape)))
             self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
             self.lines.append(f"{self.name(results)} = empty_like({like}, memory_format=contiguous)")

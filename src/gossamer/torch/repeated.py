@@ -25,7 +25,7 @@ from gossamer.torch.given_layouts import Given, layout_from
 from gossamer.torch.key import Key, facts, key_of, places, plain
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import layout_bytes
-from gossamer.torch.recording import Remade
+from gossamer.torch.recording import Again
 from gossamer.torch.request import DENSE, Request, asks_for_structure, request_of
 from gossamer.torch.structure.base import Sizes, Structure
 
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 class Repeated(NamedTuple):
     """What calls of one key do."""
 
-    again: Remade | None  # makes the arrays of their layout of what they are given; None: they go the usual way
+    again: Again | None  # makes the arrays of their layout of what they are given; None: they go the usual way
     geometry: tuple[int, ...]  # of the layout
     call: Any  # computes them, from q, k and v of four dimensions
     sizes: Sizes
@@ -50,14 +50,14 @@ class Repeated(NamedTuple):
     bshd: bool
     alive: Any  # what the key names by a handle lives as long
 
-    def arrays(self, pattern: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Those of the layout of a call."""
+    def made(self, pattern: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
+        """The memory of the arrays of a call's layout."""
         assert self.again is not None
         if isinstance(pattern, Structure):
             pattern.check_numbers(self.sizes)
         if given[0].is_cuda and is_current_stream_capturing():
             hold_for_graphs(self)
-        return self.again(*given)
+        return self.again.run(*given)
 
 
 class Numbered(NamedTuple):
@@ -100,7 +100,7 @@ def by_structure(
     if found.again is None:
         return None
     _, sinks, slopes = vectors or NO_VECTORS
-    data = found.arrays(asked.pattern, asked.given)
+    data = found.made(asked.pattern, asked.given)
     if found.dims == 4 and not found.bshd:
         out, lse = found.call(q, k, v, None, sinks, slopes, *data)
         return out, lse
@@ -121,7 +121,7 @@ def layout_by_structure(
     if asked is not None and found is not None and found.again is not None:
         # Made in inference mode it could not be used in training later.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            return layout_from(list(found.arrays(asked.pattern, asked.given)), found.geometry)
+            return layout_from([*found.again.parts(found.made(asked.pattern, asked.given))], found.geometry)
     request = request_of(q, k, v, pattern, options, vectors, repeats=asked is not None and found is None)
     if asked is not None and found is None:
         _keep(asked._replace(key=("layout", asked.key)), request, None)
@@ -171,7 +171,7 @@ def _keep(asked: Asked, request: Request, call: Any) -> None:
     (B, H, Q, _), (_, G, K, _) = a.q.shape, a.k.shape
     alive = token_of(asked.pattern.handle) if isinstance(asked.pattern, Pattern) else None
     again = attended.again
-    held = 0 if again is None else again.held  # type: ignore[attr-defined]
+    held = 0 if again is None else again.held
     found = Repeated(again, attended.geometry, call, Sizes(B, H, G, Q, K), a.dims, a.bshd, alive)
     known.put(asked.key, found, held)
 

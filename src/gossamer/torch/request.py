@@ -23,7 +23,7 @@ from gossamer.torch.block_mask import layout_for
 from gossamer.torch.given_layouts import Given, arrays_of, at_offset_of, geometry_of
 from gossamer.torch.key import Key, alignment, facts, places, plain
 from gossamer.torch.memory import outlasting
-from gossamer.torch.recording import Remade
+from gossamer.torch.recording import Again
 from gossamer.torch.registry import constants
 from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
@@ -42,11 +42,11 @@ class ResolvedPattern(NamedTuple):
     """The `pattern` argument: a pattern's handle, or data that may change from call to call."""
 
     handle: Any  # -1 for data; a number of a compiled graph where one is traced
-    data: tuple[Tensor, ...] = ()  # the arrays of a BlockLayout, or one mask
+    data: tuple[Tensor, ...] = ()  # the arrays of a BlockLayout, or one mask; with `again` what its `run` gives
     geometry: tuple[int, ...] = ()  # of a layout: see `given_layouts.geometry_of`
     alive: Any = None  # what must live as long as the handle is used
     made_from: Callable[[], str] | None = None  # where the layout was made on the device: what from, in words
-    again: Remade | None = None  # and how `data` are made of the next tensors
+    again: Again | None = None  # and how that of the next tensors is made
 
 
 class Request(NamedTuple):
@@ -64,7 +64,7 @@ class Request(NamedTuple):
         told = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
         arrays: Any = len(t.data)
         if a.made and a.counted:  # the launch is bound once, for arrays as these are
-            arrays = facts(*t.data), places(*t.data)
+            arrays = facts(*t.data), places(*t.data), t.again
         return (
             t.handle, t.geometry, arrays, *told, alignment(*(x for x in tensors if x is not None)), a.q_offset,
             a.scale, a.softcap, a.implementation, a.deterministic, a.backward, a.bshd, a.counted, a.made,
@@ -83,7 +83,7 @@ class Request(NamedTuple):
     def more(self) -> tuple[Tensor | None, ...]:
         """What a call takes behind q, k and v: the vectors, and data that say what is attended."""
         data = self.attended.data
-        return (*(self.vectors or NO_VECTORS), *data) if data else self.vectors
+        return (*(self.vectors or NO_VECTORS), *data) if data or self.attended.again else self.vectors
 
     @property
     def operands(self) -> dict[str, Operand]:
@@ -107,17 +107,18 @@ def request_of(
     """
     o = coerced(q, options, vectors)
     a = arguments_of(q, k, v, o)
-    source = again = None
+    source = again = data = None
     if asks_for_structure(pattern, o.q_offset, o.key_starts):
         if is_handle(pattern) and not torch.compiler.is_compiling():
             pattern = pattern_of(pattern)
         read = pattern.tensors if isinstance(pattern, Structure) else ()
         tensors = (q, k, v, o.key_starts, o.key_lengths, a.q_offset_tensor, *read)
         eager = not torch.compiler.is_compiling() and plain(*tensors)
-        a, pattern, source, again = structured(a, pattern, o.key_starts, eager, repeats and eager)
+        a, pattern, source, again, data = structured(a, pattern, o.key_starts, eager, repeats and eager)
     elif isinstance(pattern, (BlockLayout, GatherLayout)):
         a = at_offset_of(pattern, a)
-    return Request(a, resolve_pattern(pattern, a.q)._replace(made_from=source, again=again))
+    attended = resolve_pattern(pattern, a.q)._replace(made_from=source, again=again)
+    return Request(a, attended if data is None else attended._replace(data=data))
 
 
 def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:

@@ -18,9 +18,9 @@ from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Problem, Unsupported
 from gossamer.torch import device_arrays
 from gossamer.torch.arguments import Arguments, cast_type, describe, validate
-from gossamer.torch.given_layouts import Given, arrays_of, layout_from
+from gossamer.torch.given_layouts import Given, arrays_of, geometry_of, layout_from
 from gossamer.torch.planning import chip_of, problem_of
-from gossamer.torch.recording import Remade, record
+from gossamer.torch.recording import Again, record
 from gossamer.torch.structure.base import Positions, Sizes, Structure, rule_of
 from gossamer.torch.structure.groups import ALONE, group_of
 from gossamer.torch.structure.inputs import Inputs, Tile, check_vectors, layout_of
@@ -41,7 +41,8 @@ class Structured(NamedTuple):
     arguments: Arguments  # without what the layout holds: offsets and lengths
     layout: Given
     source: Callable[[], str] | None = None  # what it was made from, in words
-    again: Remade | None = None  # its arrays, made of the structure's tensors and of the vectors
+    again: Again | None = None  # its arrays, made of the structure's tensors and of the vectors
+    data: tuple[Tensor, ...] | None = None  # the memory of its arrays, as `again.run` gives it
 
 
 def structured(
@@ -106,7 +107,7 @@ def structured(
 
     # Whether gradients are asked for is not known while a function is compiled.
     transpose = a.backward or compiling
-    again = None
+    again = data = None
     # Made in inference mode it could not be used in training later.
     with torch.inference_mode(False) if not compiling and torch.is_inference_mode_enabled() else nullcontext():
         if repeats:
@@ -116,14 +117,17 @@ def structured(
                 made.append(layout_of(inputs, tile, transpose))
                 return arrays_of(made[0])
 
-            again, (layout,) = record(arrays, inputs.tensors, a.q.device).again, made
+            again, (layout,) = record(arrays, inputs.tensors, a.q.device, together=True).again, made
+            if again is not None:  # the first call is one of those that follow
+                data = again.run(*inputs.tensors)
+                layout = layout_from([*again.parts(data)], geometry_of(layout))
         else:
             layout = layout_of(inputs, tile, transpose)
     if compiling:
         return Structured(rest, layout)
     given = {"q_offset": offset, "key_starts": key_starts, "key_lengths": a.key_lengths}
     source = partial(_in_words, structure, [n for n, x in given.items() if x is not None])
-    return Structured(rest, layout, source, again)
+    return Structured(rest, layout, source, again, data)
 
 
 def _in_words(structure: Structure, vectors: list[str]) -> str:
