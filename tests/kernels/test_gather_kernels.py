@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import gossamer as gs
 from gossamer.kernels.triton.gather import launch_gather as gather
+from gossamer.kernels.triton.gather import schedule_gather
 from gossamer.kernels.triton.gather.config import RowConfig
 from gossamer.layouts.device import key_list_layout
 from gossamer.layouts.gather import WIDTHS, GatherLayout, build_gather
@@ -125,6 +126,30 @@ if INTERPRETING:
     def test_every_row_configuration_gives_the_same_rows(config: RowConfig) -> None:
         check(next(case for case in ALL if case.name == "hubs"), "cpu", 1, config)
 
+    def test_more_copies_than_a_grid_has_in_a_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+        case = next(case for case in ALL if case.name == "group-of-heads")
+        _, found = run(case, "cpu", 1, RowConfig(16, 4))
+        monkeypatch.setattr(schedule_gather, "MOST_OF_A_DIMENSION", 1)
+        _, flat = run(case, "cpu", 1, RowConfig(16, 4))
+        assert all(torch.equal(a, b) for a, b in zip(found, flat, strict=True))
+
+    def test_what_a_row_keeps_reaches_that_row_alone() -> None:
+        mask = np.zeros((12, 20), dtype=bool)
+        for row in range(11):  # lists of every length beside each other, and one of nothing
+            mask[row, row : 2 * row + 1] = True
+        case = Case("lengths", gs.BlockMask(mask, 1), B=1, H=1, G=1, Q=12, K=20)
+        problem, _, _, terms, (q, k, v, dout, dlse) = make(case, "cpu")
+        layout = build_gather(gs.BlockMask(mask, 1), 12, 20, block_q=1).to("cpu")
+        config = RowConfig(4, 4)
+        for key in (0, 7):
+            keeps = torch.from_numpy(mask[:, key])
+            nan = torch.zeros(20, 1).index_fill_(0, torch.tensor(key), float("nan"))
+            for given in ((k + nan, v), (k, v + nan)):
+                out, lse = forward(gather, problem, layout, terms, q, *given, config=config)
+                dq, _, _ = backward(gather, problem, layout, terms, dout, dlse, q, *given, out, lse, config=config)
+                for result in (out, dq):
+                    assert torch.equal(result.isnan().any(-1)[0, 0], keeps)
+
 else:
 
     @pytest.mark.slow
@@ -133,7 +158,11 @@ else:
         tests = [f"test_case[{case.name}-{rows}]" for case in ALL for rows in GROUP_SIZES][part::4]
         tests += [f"test_lists_of_a_device[{case.name}-{rows}]" for case, rows in LISTED][part::4]
         if part == 0:
-            tests.append("test_every_row_configuration_gives_the_same_rows")
+            tests += [
+                "test_every_row_configuration_gives_the_same_rows",
+                "test_more_copies_than_a_grid_has_in_a_dimension",
+                "test_what_a_row_keeps_reaches_that_row_alone",
+            ]
         in_interpreter(__file__, *tests)
 
 

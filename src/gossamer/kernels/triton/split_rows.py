@@ -130,13 +130,13 @@ class SplitRows:
     h_from_grid: bool
 
     def step(
-        self, b: Builder, direction: Direction, function: Any, programs: int, values: Mapping[str, Any], form: Any,
-        options: Mapping[str, Any],
+        self, b: Builder, direction: Direction, function: Any, grid: tuple[int, ...], values: Mapping[str, Any],
+        form: Any, options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Add a kernel over all copies of the walk, and what combines the parts that it leaves.
 
         Args:
-            programs: of one copy.
+            grid: of the kernel.
             values: arguments of the kernel, its results among them, but those that follow from the split.
             form: the NamedTuple of what the kernel is compiled for.
         """
@@ -151,7 +151,7 @@ class SplitRows:
             **values, **parts, "n_slots": self.slots, "HAS_SLOTS": self.slots > 0, "lead_heads": self.lead_heads,
             "TILE_ROWS": self.tile_rows, "B_FROM_GRID": self.b_from_grid, "H_FROM_GRID": self.h_from_grid,
         }  # fmt: skip
-        step(b, function, (programs * self.copies,), given, options, form)
+        step(b, function, grid, given, options, form)
         if not self.slots:
             return
         rows, count = min(ROWS_OF_A_PROGRAM, self.tile_rows), len(self.merges)

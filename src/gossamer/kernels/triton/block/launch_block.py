@@ -65,9 +65,9 @@ def _walk(
             block = 1, 1, chosen.columns, padded(b[array].shape[-1])
             streamed[name] = b.descriptor(f"{direction}_{name}", array, block)
     own = {"TMA": tma, "R": chosen.rows, "C": chosen.columns, "PRECISION": chosen.precision}
-    programs = walk.block_rows // chosen.rows * plan.size
+    grid = (walk.block_rows // chosen.rows * plan.size * plan.split_rows.copies,)
     values = {**values, **streamed, "lists": named(b, direction, plan.lists), **plan.constants, **own}
     values["CLEAR"] |= direction == "dkdv" and values["LENGTHS"]  # they may leave queries nothing
     values["SINK"] &= direction == "forward"
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    plan.split_rows.step(b, direction, KERNELS[direction], programs, values, Form, options)
+    plan.split_rows.step(b, direction, KERNELS[direction], grid, values, Form, options)

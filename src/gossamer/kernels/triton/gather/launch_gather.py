@@ -68,7 +68,7 @@ def _walk(
         shapes = {name: (p.B, plan.constants["heads"], *b[result].shape[2:]) for name, result in results.items()}
         own = {name: b.array(f"{name}_of_heads", "float32", shape) for name, shape in shapes.items()}
         values |= arrays(b, **own)
-    plan.split_rows.step(b, direction, kernels[direction], plan.programs, values, form, plan.options)
+    plan.split_rows.step(b, direction, kernels[direction], plan.grid, values, form, plan.options)
     if summed:
         for name, result in results.items():
             b.step(Kernel(EDGE, "sums_of_groups"), own[name], result)

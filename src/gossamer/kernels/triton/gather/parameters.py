@@ -74,6 +74,7 @@ class RowForm(NamedTuple):
     MEMBERS: int  # query heads that a program of dK and dV sums
     B_FROM_GRID: bool
     H_FROM_GRID: bool
+    FLAT: bool  # all programs are in the first dimension of the grid; else heads and batch elements are the others
     HAS_SLOTS: bool
     SOFTCAP: bool
     ALIBI: int

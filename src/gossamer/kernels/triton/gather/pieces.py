@@ -13,12 +13,15 @@ def decode_rows(lists, numbers, heads, lead_heads, FORM: tl.constexpr):
     """What this program computes: (b, h, row, begin, end, slot, part, exists) of its RP items, and their `longest`.
 
     b and h are scalars where they come from the grid. One head is finished before the next one starts: its keys and
-    values stay in L2.
+    values stay in L2. Where heads and batch elements are dimensions of the grid, no program divides: that would be a
+    tenth of what it does for a short list.
     """
-    pid = tl.program_id(0)
-    i_group = pid % numbers.n_programs
+    if FORM.FLAT:
+        i_group = tl.program_id(0) % numbers.n_programs
+        copy = tl.program_id(0) // numbers.n_programs
+    else:
+        i_group = tl.program_id(0)
     o_i = i_group * FORM.RP + tl.arange(0, FORM.RP)
-    copy = pid // numbers.n_programs
     m_i = o_i < numbers.n_items
     item = lists.items + o_i * ITEM
     lead = tl.load(item + LEAD, mask=m_i, other=0)
@@ -27,7 +30,11 @@ def decode_rows(lists, numbers, heads, lead_heads, FORM: tl.constexpr):
     end = tl.load(item + END, mask=m_i, other=0)
     slot = tl.load(item + SLOT, mask=m_i, other=-1)
     part = tl.load(item + PART, mask=m_i, other=0)
-    b, h = batch_and_head(lead, copy, heads, lead_heads, FORM.B_FROM_GRID, FORM.H_FROM_GRID)
+    if FORM.FLAT:
+        b, h = batch_and_head(lead, copy, heads, lead_heads, FORM.B_FROM_GRID, FORM.H_FROM_GRID)
+    else:
+        b = tl.program_id(2) if FORM.B_FROM_GRID else lead // lead_heads
+        h = tl.program_id(1) if FORM.H_FROM_GRID else lead % lead_heads
     return b, h, row, begin, end, slot, part, m_i, tl.load(lists.longest + i_group)
 
 
@@ -76,18 +83,25 @@ def store_pieces(base, offsets, mask, blocks, SIZE: tl.constexpr, S: tl.constexp
 
 
 @triton.jit
-def listed(pointers, left, first, C: tl.constexpr):
-    """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], `first` past the end."""
-    columns: tl.tuple = ()
-    for c in tl.static_range(C):
-        columns += (tl.load(pointers + c, mask=c < left, other=first),)
+def first_listed(pointers, left, C: tl.constexpr):
+    """The first C columns of each list of `left` [RP]: C vectors [RP], past the end the first one, 0 of an empty list.
+
+    No load waits for another one, as it would for what it gives past the end.
+    """
+    first = tl.load(pointers, mask=left > 0, other=0)
+    columns: tl.tuple = (first,)
+    for c in tl.static_range(1, C):
+        columns += (tl.where(c < left, tl.load(pointers + c, mask=c < left, other=0), first),)
     return columns
 
 
 @triton.jit
-def first_listed(pointers, left):
-    """The first column of each list [RP], which is read for those past its end; 0 of one that is empty."""
-    return tl.load(pointers, mask=left > 0, other=0)
+def next_listed(pointers, left, before, C: tl.constexpr):
+    """The next C columns of each list, of which `left` [RP] are left: C vectors [RP], past the end those `before`."""
+    columns: tl.tuple = ()
+    for c in tl.static_range(C):
+        columns += (tl.load(pointers + c, mask=c < left, other=before[c]),)
+    return columns
 
 
 @triton.jit

@@ -6,9 +6,9 @@ item. Columns and pieces are unrolled, as tuples of blocks: sums over columns st
 compiler takes. What bounds these kernels is the traffic of the gathered rows, as long as a pair takes few instructions
 and the loads of a step are issued before the first of them is used: registers are granted for that (`RowConfig`).
 
-A column past the end of a list is read as the first of that list and left out by its score: no load of a row is masked,
-and none reads what the row does not keep. Of a list of nothing the results are chosen to be 0. Lengths within a program
-are alike; the longest is known beforehand, so that all threads agree on the number of steps.
+A column past the end of a list is read as one of that list and left out by its score: no load of a row is masked, and
+none reads what the row does not keep. Of a list of nothing the results are chosen to be 0. Lengths within a program are
+alike; the longest is known beforehand, so that all threads agree on the number of steps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gossamer.kernels.triton.gather.pieces import (
     decode_rows,
     dot,
     first_listed,
-    listed,
     load_columns,
     load_pieces,
+    next_listed,
     of_row,
     scaled,
     store_pieces,
@@ -49,25 +49,29 @@ from gossamer.kernels.triton.row_access import slot_of
 
 @triton.jit
 def walk(
-    load: tl.constexpr, add: tl.constexpr, sums, given, left, pointers, first, n_steps, FORM: tl.constexpr
+    load: tl.constexpr, add: tl.constexpr, sums, given, left, pointers, columns, n_steps, FORM: tl.constexpr,
+    STAYS: tl.constexpr,
 ):  # fmt: skip
     """Sums over lists of gathered columns: `sums` as `add` leaves them after the longest list.
 
     Args:
         load: (given, columns, first, FORM) -> what a step reads of C vectors [RP] of columns.
         add: (sums, given, loaded, columns, left, FORM) -> sums, of one step.
-        left, pointers, first: how many columns each list has, where they are, and the first of them.
+        left, pointers, columns: how many columns each list has, where they are, and the `first_listed` of them.
+        STAYS: past the end of a list the columns of the step before are read again, in place of the first: that takes
+            no instruction where columns serve to load rows of a matrix alone. Columns that load vectors, too, would
+            themselves be loaded twice (Triton 3.6).
     """
-    C: tl.constexpr = FORM.C
-    j = listed(pointers, left, first, C)
-    for _step in range(0, tl.abs(n_steps), C):
-        loaded = load(given, j, first, FORM)
-        # The next columns are loaded a step ahead, so that the loads of their rows do not wait for them.
-        pointers += C
-        after = listed(pointers, left - C, first, C)
-        sums = add(sums, given, loaded, j, left, FORM)
-        j = after
-        left -= C
+    first = columns[0]
+    for _step in range(0, tl.abs(n_steps), FORM.C):
+        # The next columns are loaded a step ahead, so that the loads of their rows do not wait for them; and before the
+        # rows of this step, or else the compiler (of CUDA 12.8) may leave one of them to the end of the step.
+        pointers += FORM.C
+        after = next_listed(pointers, left - FORM.C, columns if STAYS else (first,) * FORM.C, FORM.C)
+        loaded = load(given, columns, first, FORM)
+        sums = add(sums, given, loaded, columns, left, FORM)
+        columns = after
+        left -= FORM.C
     return sums
 
 
@@ -124,11 +128,14 @@ def rows_forward_kernel(
     position = row + numbers.q_offset
     left = end - begin
     pointers = lists.indices + begin
-    first = first_listed(pointers, left)
-    m_some = (left > 0) & (first < key_end)
+    j = first_listed(pointers, left, FORM.C)
     given = (k_base, v_base, key_end, b_q, slope, position, numbers)
-    b_acc, b_l, b_m = walk(load_keys, add_keys, (b_acc, b_l, b_m), given, left, pointers, first, n_steps, FORM)
+    b_acc, b_l, b_m = walk(
+        load_keys, add_keys, (b_acc, b_l, b_m), given, left, pointers, j, n_steps, FORM, not FORM.LENGTHS
+    )
 
+    # A list of nothing added no weight; but the sink did.
+    m_some = (left > 0) & (j[0] < key_end) if FORM.SINK else b_l != 0
     b_acc = where_some(m_some, b_acc, E, SE)
     m_whole = m_row
     if FORM.HAS_SLOTS:
@@ -210,10 +217,10 @@ def rows_dq_kernel(
     position = row + numbers.q_offset
     left = end - begin
     pointers = lists.indices + begin
-    first = first_listed(pointers, left)
-    m_some = (left > 0) & (first < key_end)
+    j = first_listed(pointers, left, FORM.C)
+    m_some = (left > 0) & (j[0] < key_end)
     given = (k_base, v_base, key_end, b_q, b_dout, b_lse, b_delta, slope, position, numbers)
-    b_dq = walk(load_keys, add_keys_to_dq, b_dq, given, left, pointers, first, n_steps, FORM)
+    b_dq = walk(load_keys, add_keys_to_dq, b_dq, given, left, pointers, j, n_steps, FORM, not FORM.LENGTHS)
 
     b_dq = where_some(m_some, b_dq, D, SD)
     b_dq = scaled(b_dq, tl.full([FORM.RP], 1.0, tl.float32) * numbers.plain_scale, D, SD)
@@ -292,9 +299,9 @@ def rows_dkdv_kernel(
         lse_head = terms.row_terms + (b64 * (heads * FORM.MEMBERS) + q64) * numbers.padded_Q
         slope = head_slope(terms.slopes, i_b, i_q, heads * FORM.MEMBERS, FORM.ALIBI)
         pointers = lists.indices + begin
-        first = first_listed(pointers, count)
+        i = first_listed(pointers, count, FORM.C)
         given = (q_base, dout_base, b_k, b_v, lse_head, slope, row, numbers)
-        b_dk, b_dv = walk(load_queries, add_queries, (b_dk, b_dv), given, count, pointers, first, n_steps, FORM)
+        b_dk, b_dv = walk(load_queries, add_queries, (b_dk, b_dv), given, count, pointers, i, n_steps, FORM, False)
 
     b_dk = where_some(count > 0, b_dk, D, SD)
     b_dv = where_some(count > 0, b_dv, E, SE)

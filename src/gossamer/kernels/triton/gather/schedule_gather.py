@@ -22,6 +22,9 @@ from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, 
 from gossamer.memo import Memos
 from gossamer.plan.problem import Problem
 
+# Programs in the second and in the third dimension of a grid.
+MOST_OF_A_DIMENSION = 65535
+
 
 @dataclass(frozen=True)
 class Work:
@@ -133,7 +136,7 @@ def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
 class Schedule:
     """Which programs run for one walk. The walk is not held: it would never be forgotten."""
 
-    programs: int  # of one copy of the walk
+    grid: tuple[int, ...]  # of all copies of the walk
     split_rows: SplitRows
     lists: RowLists | TileLists  # of tensors of the layout
     constants: dict[str, Any]
@@ -163,7 +166,8 @@ def _make_schedule(
     # Heads that share a key head but not their lists get gradients of their own, which are summed afterwards.
     members = p.H // p.G if transposed and Hl in (1, p.G) else 1
     heads = p.H // members
-    copies = (p.B if Bl == 1 else 1) * (heads if Hl == 1 else 1)
+    over_heads, over_batch = heads if Hl == 1 else 1, p.B if Bl == 1 else 1
+    copies = over_heads * over_batch
     work = work_of(p, layout, transposed, heads, copies, limit)
     programs, bits = int(work.items.shape[0]), 8 * BYTES[p.dtype]
     constants: dict[str, Any] = {"n_items": programs, "heads": heads, "MEMBERS": members}
@@ -180,7 +184,9 @@ def _make_schedule(
         lists = TileLists(work.items, walk.indices, walk.bits)
         constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}
-    constants["n_programs"] = programs
+    flat = walk.block_rows > 1 or max(over_heads, over_batch) > MOST_OF_A_DIMENSION
+    constants |= {"n_programs": programs, "FLAT": flat}
+    grid = (programs * copies,) if flat else (programs, over_heads, over_batch)
     lead_heads = 1 if Hl == 1 else heads
     split_rows = SplitRows(work.merges, work.slots, copies, walk.block_rows, lead_heads, Bl == 1, Hl == 1)
-    return Schedule(programs, split_rows, lists, constants, options)
+    return Schedule(grid, split_rows, lists, constants, options)

@@ -103,7 +103,7 @@ def forward(
     merges[:, COUNT] = count
     split = SplitRows(merges, count if count > 1 else 0, p.B * p.G, tile_rows, 1, b_from_grid=True, h_from_grid=True)
     options = {"num_warps": 4, "num_stages": STAGES.get(architecture(p.sm or 80), 3)}
-    split.step(b, "forward", one_query_kernel, sub * count, values, Form, options)
+    split.step(b, "forward", one_query_kernel, (sub * count * split.copies,), values, Form, options)
     return b.done("out", "lse")
 
 
