@@ -22,7 +22,9 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from gossamer.sparse_k.launch import triton as triton_calls
+from gossamer.kernels.relaunch import constants
 from gossamer.sparse_k.triton import forward, key_gradients, lists, query_gradient
+from gossamer.sparse_k.triton.steps import Form
 from gossamer.sparse_k.thresholds_triton import gradient, order, starts, walks
 from gossamer.sparse_k.thresholds_triton import launch as prefixes
 from gossamer.kernels.triton.compile import _ptxas
@@ -61,17 +63,15 @@ def compile_one(kernel, constants, warps=4, stages=1, registers=None):
 
 triton_calls.shared_memory = lambda device: SHARED_MEMORY[sm]
 x = SimpleNamespace(q=torch.empty(1, 1, 1, size, dtype=torch.bfloat16), v=torch.empty(1, 1, 1, size))
-common = {"D": size, "E": size, "GATE": "v", "SIZE_D": size, "SIZE_E": size, "PRECISION": "tf32"}
-of_backward = common | {"STRAIGHT": False}
-of_keys = of_backward | {"OVER": False, "CHUNKS": 1}
-for kernel, name, constants in (
-    (forward.gated_forward, "forward", common | {"FOLD": True}),
-    (query_gradient.gated_query_gradient, "query", of_backward),
-    (key_gradients.entry_gradients, "entries", of_keys),
-    (key_gradients.gated_key_gradients, "windows", of_keys),
+for kernel, name in (
+    (forward.gated_forward, "forward"),
+    (query_gradient.gated_query_gradient, "query"),
+    (key_gradients.entry_gradients, "entries"),
+    (key_gradients.gated_key_gradients, "windows"),
 ):
     t = triton_calls.tiles(name, x)
-    compile_one(kernel, constants | {"BLOCK_M": t.m, "BLOCK_N": t.n}, t.warps, t.stages, t.registers)
+    form = Form(size, size, size, size, "v", "tf32", t.m, t.n, FOLD=name == "forward")
+    compile_one(kernel, {"FORM": constants(form)}, t.warps, t.stages, t.registers)
 if size == 64:
     sums = {"OVER": True, "CHUNKS": 128}
     compile_one(query_gradient.row_sums, {"E": 64, "SIZE_E": 64, "HAS_DLSE": True, "BLOCK": 64})

@@ -16,6 +16,7 @@ from gossamer.sparse_k.triton import forward as forward_kernel
 from gossamer.sparse_k.triton import key_gradients as keys_kernel
 from gossamer.sparse_k.triton import lists as lists_kernel
 from gossamer.sparse_k.triton import query_gradient as query_kernel
+from gossamer.sparse_k.triton.steps import Form
 
 MOST_HEAD = 256
 LITTLE = 160 * 2**10  # bytes of shared memory; GPUs of compute capability 8.6, 8.9 and 12.0 have less
@@ -44,6 +45,11 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None  # of a thread at most
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Those of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def reasons(x: Operands, o: Options) -> list[str]:
@@ -105,7 +111,7 @@ def tiles(kernel: str, x: Operands) -> Tiles:
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     """out (B, H, N, E), in q's type, and lse (B, H, N)."""
     x = _rows_contiguous(x)
-    (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
+    (B, H, N, _), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     t = tiles("forward", x)
     tile_lists = lists(x.last, o, t.m, live_keys(x.last, o))
     out, lse = x.q.new_empty(B, H, N, E), x.u.new_empty(B, H, N)
@@ -113,9 +119,7 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
     launch(forward_kernel.gated_forward, grid,
         x.q, x.k, x.v, x.u, x.tau, x.last, tile_lists.keys, tile_lists.counts, out, lse,
         *_strides(x.q, x.k, x.v), H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2],
-        o.scale * LOG2E, D=D, E=E, GATE=o.gate or "none", FOLD=o.scale > 0 and o.gate in ("v", None), SIZE_D=padded(D),
-        SIZE_E=padded(E), BLOCK_M=t.m, BLOCK_N=t.n, PRECISION=_precision(x), num_warps=t.warps, num_stages=t.stages,
-        maxnreg=t.registers,
+        o.scale * LOG2E, FORM=_form(x, o, t, FOLD=o.scale > 0 and o.gate in ("v", None)), **t.options,
     )  # fmt: skip
     return out, lse
 
@@ -126,7 +130,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     dout = _last_contiguous(dout)
     dlse = None if dlse is None else dlse.contiguous()
     out, lse = out.contiguous(), lse.contiguous()
-    (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
+    (B, H, N, _), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
     delta = x.u.new_empty(B, H, N)
     launch(query_kernel.row_sums, (triton.cdiv(N, 64), B * H),
         dout, out, dlse, delta, *dout.stride()[:3], H, N, E=E, HAS_DLSE=dlse is not None, SIZE_E=padded(E), BLOCK=64,
@@ -136,32 +140,24 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
     every = live_keys(x.last_gated, o)
     chunk_lists = lists(x.last_gated, o, chunk, every)
     tile_lists = lists(x.last_gated, o, t.m, chunk_lists)
-    common = {
-        "D": D, "E": E, "GATE": o.gate or "none", "STRAIGHT": o.straight, "SIZE_D": padded(D), "SIZE_E": padded(E),
-        "PRECISION": _precision(x),
-    }  # fmt: skip
     strides = (*_strides(x.q, x.k, x.v), *dout.stride()[:3])
     dq, dtau = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device), x.u.new_empty(B, H, N)
     launch(query_kernel.gated_query_gradient, (triton.cdiv(N, t.m), B * H),
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, tile_lists.keys, tile_lists.counts, dout, lse, delta, dq, dtau,
-        *strides, H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2], o.scale, **common,
-        BLOCK_M=t.m, BLOCK_N=t.n, num_warps=t.warps, num_stages=t.stages,
-        maxnreg=t.registers,
+        *strides, H, G, U, N, o.window, tile_lists.keys.shape[1], tile_lists.keys.shape[2], o.scale,
+        FORM=_form(x, o, t, STRAIGHT=o.straight), **t.options,
     )  # fmt: skip
     dtau = dtau.view(B, U, -1, N).sum(2)
-    dk, dv, du = _key_gradients(x, o, every, chunk_lists, dout, lse, delta, strides, common)
+    dk, dv, du = _key_gradients(x, o, every, chunk_lists, dout, lse, delta, strides)
     return SparseKGradients(dq, dk, dv, du, dtau)
 
 
 def _key_gradients(
     x: Operands, o: Options, every: LiveLists, chunk_lists: LiveLists, dout: Tensor, lse: Tensor, delta: Tensor,
-    strides: tuple[int, ...], common: dict[str, Any],
+    strides: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, N, D), (G, E), U = x.q.shape, (x.v.shape[1], x.v.shape[3]), x.u.shape[1]
-    entry_options, window_options = (
-        {"BLOCK_M": t.m, "BLOCK_N": t.n, "num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
-        for t in (tiles("entries", x), tiles("windows", x))
-    )
+    of_entries, of_windows = tiles("entries", x), tiles("windows", x)
     units, chunks, capacity = chunk_lists.keys.shape
     over = not o.certain
     CHUNKS = triton.next_power_of_2(chunks) if over else 1
@@ -169,9 +165,10 @@ def _key_gradients(
         x.u.new_empty(units, chunks, capacity, *size) for size in ((D,), (E,), ())
     )  # fmt: skip
     sizes = H, G, U, N, o.window, chunk_lists.size, chunks, capacity, o.scale
-    launch(keys_kernel.entry_gradients, (triton.cdiv(capacity, entry_options["BLOCK_N"]), chunks, units),
+    launch(keys_kernel.entry_gradients, (triton.cdiv(capacity, of_entries.n), chunks, units),
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, chunk_lists.keys, chunk_lists.counts, dout, lse, delta,
-        part_dk, part_dv, part_du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **entry_options,
+        part_dk, part_dv, part_du, *strides, *sizes,
+        FORM=_form(x, o, of_entries, STRAIGHT=o.straight, OVER=over, CHUNKS=CHUNKS), **of_entries.options,
     )  # fmt: skip
     after = torch.empty_like(chunk_lists.keys)
     home = torch.empty_like(x.last_gated)
@@ -184,9 +181,10 @@ def _key_gradients(
         N, chunks, capacity, D=D, E=E, OVER=over, CHUNKS=CHUNKS, SIZE_D=padded(D), SIZE_E=padded(E), BLOCK=16,
     )  # fmt: skip
     dk, dv, du = (x.k.new_empty(B, G, N, D), x.v.new_empty(B, G, N, E), torch.empty_like(x.u))
-    launch(keys_kernel.gated_key_gradients, (triton.cdiv(N, window_options["BLOCK_N"]), B * G),
+    launch(keys_kernel.gated_key_gradients, (triton.cdiv(N, of_windows.n), B * G),
         x.q, x.k, x.v, x.u, x.tau, x.last, x.last_gated, chunk_lists.counts, home, dout, lse, delta, part_dk, part_dv,
-        part_du, dk, dv, du, *strides, *sizes, OVER=over, CHUNKS=CHUNKS, **common, **window_options,
+        part_du, dk, dv, du, *strides, *sizes,
+        FORM=_form(x, o, of_windows, STRAIGHT=o.straight, OVER=over, CHUNKS=CHUNKS), **of_windows.options,
     )  # fmt: skip
     return dk, dv, du
 
@@ -241,8 +239,10 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _precision(x: Operands) -> str:
-    return "ieee" if x.q.dtype == torch.float32 else "tf32"
+def _form(x: Operands, o: Options, t: Tiles, **more: bool | int) -> Form:
+    """What a kernel is compiled for."""
+    D, E, precision = x.q.shape[3], x.v.shape[3], "ieee" if x.q.dtype == torch.float32 else "tf32"
+    return Form(D, E, padded(D), padded(E), o.gate or "none", precision, t.m, t.n, **more)
 
 
 def _rows_contiguous(x: Operands) -> Operands:

@@ -32,9 +32,7 @@ def _update(s, v, u, tau, acc, top, total, factor, FOLD: tl.constexpr, GATED: tl
 def gated_forward(
     q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, list_ptr, counts_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    H, G, U, N, window, tiles, capacity, factor, D: tl.constexpr, E: tl.constexpr,
-    GATE: tl.constexpr, FOLD: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    H, G, U, N, window, tiles, capacity, factor, FORM: tl.constexpr,
 ):  # fmt: skip
     """Query tile program 0, the last first, of batch element and head program 1.
 
@@ -53,21 +51,20 @@ def gated_forward(
     v_ptr += b * stride_vb + g * stride_vh
     u_ptr += unit * N
     last_ptr += unit * N
-    start = tile * BLOCK_M
-    row = start + tl.arange(0, BLOCK_M)
+    start = tile * FORM.BLOCK_M
+    row = start + tl.arange(0, FORM.BLOCK_M)
     inside = row < N
-    q = rows(q_ptr, row, stride_qn, inside, D, SIZE_D, False)
+    q = rows(q_ptr, row, stride_qn, inside, FORM.D, FORM.SIZE_D, False)
     tau = tl.load(tau_ptr + unit * N + row, mask=inside, other=0.0)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, SIZE_E), tl.float32)
+    top = tl.full((FORM.BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((FORM.BLOCK_M,), tl.float32)
+    acc = tl.zeros((FORM.BLOCK_M, FORM.SIZE_E), tl.float32)
 
     # The keys of the tile itself. This loop is known to run: behind one that may not, ptxas would run the products of
     # all loops one by one, since their sums begin as numbers that no product has made.
-    for n in range(start, start + BLOCK_M, BLOCK_N):
+    for n in range(start, start + FORM.BLOCK_M, FORM.BLOCK_N):
         acc, top, total = _window_step(
-            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D, E, factor, acc, top, total,
-            True, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, factor, acc, top, total, True, FORM,
         )  # fmt: skip
 
     # Keys that live through the tile: every pair is kept.
@@ -75,78 +72,75 @@ def gated_forward(
     through, listed = tl.load(counts_ptr + at * 2), tl.load(counts_ptr + at * 2 + 1)
     list_ptr += at * capacity
     over = listed > capacity
-    whole = tl.where(over, 0, through // BLOCK_N * BLOCK_N)
-    end = tl.where(over, tl.maximum(tl.minimum(start + BLOCK_M, N) - window - 1, 0), listed)
-    for n in range(0, whole, BLOCK_N):
+    whole = tl.where(over, 0, through // FORM.BLOCK_N * FORM.BLOCK_N)
+    end = tl.where(over, tl.maximum(tl.minimum(start + FORM.BLOCK_M, N) - window - 1, 0), listed)
+    for n in range(0, whole, FORM.BLOCK_N):
         acc, top, total = _live_step(
             q, k_ptr, v_ptr, u_ptr, last_ptr, list_ptr, n, end, over, capacity, row, tau, window, stride_kn, stride_vn,
-            D, E, factor, acc, top, total, True, GATE, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            factor, acc, top, total, True, FORM,
         )  # fmt: skip
     # The others, some pairs of which are kept.
-    for n in range(whole, end, BLOCK_N):
+    for n in range(whole, end, FORM.BLOCK_N):
         acc, top, total = _live_step(
             q, k_ptr, v_ptr, u_ptr, last_ptr, list_ptr, n, end, over, capacity, row, tau, window, stride_kn, stride_vn,
-            D, E, factor, acc, top, total, False, GATE, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            factor, acc, top, total, False, FORM,
         )  # fmt: skip
 
     # The window before the tile: ungated; past its edge every pair of a block is attended.
-    first = tl.maximum(start - window, 0) // BLOCK_N * BLOCK_N
-    inner = tl.maximum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N, first)
+    first = tl.maximum(start - window, 0) // FORM.BLOCK_N * FORM.BLOCK_N
+    inner = tl.maximum(tl.cdiv(tl.maximum(start + FORM.BLOCK_M - 1 - window, 0), FORM.BLOCK_N) * FORM.BLOCK_N, first)
     inner = tl.minimum(inner, start)
-    for n in range(first, inner, BLOCK_N):
+    for n in range(first, inner, FORM.BLOCK_N):
         acc, top, total = _window_step(
-            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D, E, factor, acc, top, total,
-            True, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, factor, acc, top, total, True, FORM,
         )  # fmt: skip
-    for n in range(inner, start, BLOCK_N):
+    for n in range(inner, start, FORM.BLOCK_N):
         acc, top, total = _window_step(
-            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D, E, factor, acc, top, total,
-            False, FOLD, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, factor, acc, top, total, False, FORM,
         )  # fmt: skip
 
-    if FOLD:
+    if FORM.FOLD:
         top = top * factor
     # A threshold that is not a number shows.
     total = tl.where(tau == tau, total, float("nan"))
-    store_rows(out_ptr + head.to(tl.int64) * N * E, row, E, inside, E, acc / total[:, None], SIZE_E)
+    store_rows(out_ptr + head.to(tl.int64) * N * FORM.E, row, FORM.E, inside, FORM.E, acc / total[:, None], FORM.SIZE_E)
     tl.store(lse_ptr + head.to(tl.int64) * N + row, (top + tl.log2(total)) * LN2, mask=inside)
 
 
 @triton.jit
 def _window_step(
-    q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, D: tl.constexpr, E: tl.constexpr, factor, acc, top, total,
-    EDGE: tl.constexpr, FOLD: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k_ptr, v_ptr, n, row, window, stride_kn, stride_vn, N, factor, acc, top, total,
+    EDGE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The keys n, ..., n + BLOCK_N - 1; EDGE: not every pair is one of the window."""
-    key = n + tl.arange(0, BLOCK_N)
-    k = rows(k_ptr, key, stride_kn, key < N, D, SIZE_D, not EDGE)
-    v = rows(v_ptr, key, stride_vn, key < N, E, SIZE_E, not EDGE)
-    s = tl.dot(q, k.T, input_precision=PRECISION)
-    if not FOLD:
+    key = n + tl.arange(0, FORM.BLOCK_N)
+    k = rows(k_ptr, key, stride_kn, key < N, FORM.D, FORM.SIZE_D, not EDGE)
+    v = rows(v_ptr, key, stride_vn, key < N, FORM.E, FORM.SIZE_E, not EDGE)
+    s = tl.dot(q, k.T, input_precision=FORM.PRECISION)
+    if not FORM.FOLD:
         s = s * factor
     if EDGE:
         distance = row[:, None] - key[None, :]
         s = tl.where((distance >= 0) & (distance <= window), s, float("-inf"))
-    return _update(s, v, top, top, acc, top, total, factor, FOLD, False, PRECISION)
+    return _update(s, v, top, top, acc, top, total, factor, FORM.FOLD, False, FORM.PRECISION)
 
 
 @triton.jit
 def _live_step(
     q, k_ptr, v_ptr, u_ptr, last_ptr, list_ptr, n, end, over, capacity, row, tau, window, stride_kn, stride_vn,
-    D: tl.constexpr, E: tl.constexpr, factor, acc, top, total, WHOLE: tl.constexpr, GATE: tl.constexpr,
-    FOLD: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    factor, acc, top, total, WHOLE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The entries n, ..., n + BLOCK_N - 1 of a list; WHOLE: every pair is kept."""
-    key, there = live_keys(list_ptr, n + tl.arange(0, BLOCK_N), end, over, capacity, WHOLE)
-    k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, WHOLE)
-    v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, WHOLE)
+    key, there = live_keys(list_ptr, n + tl.arange(0, FORM.BLOCK_N), end, over, capacity, WHOLE)
+    k = rows(k_ptr, key, stride_kn, there, FORM.D, FORM.SIZE_D, WHOLE)
+    v = rows(v_ptr, key, stride_vn, there, FORM.E, FORM.SIZE_E, WHOLE)
     u = of_keys(u_ptr, key, there, 0.0, WHOLE)
-    s = tl.dot(q, k.T, input_precision=PRECISION)
-    if not FOLD:
-        s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, GATE)
+    s = tl.dot(q, k.T, input_precision=FORM.PRECISION)
+    if not FORM.FOLD:
+        s = gated_scores(s, gates(u[None, :], tau[:, None]), factor, FORM.GATE)
     if not WHOLE:
         last = of_keys(last_ptr, key, there, -1, False)
         kept = (row[:, None] > (key + window)[None, :]) & (row[:, None] <= last[None, :])
         s = tl.where(kept, s, float("-inf"))
-    return _update(s, v, u, tau, acc, top, total, factor, FOLD, GATE == "v" or GATE == "kv", PRECISION)
+    gated: tl.constexpr = FORM.GATE == "v" or FORM.GATE == "kv"
+    return _update(s, v, u, tau, acc, top, total, factor, FORM.FOLD, gated, FORM.PRECISION)

@@ -36,62 +36,57 @@ def row_sums(
 
 @triton.jit
 def _window_step(
-    q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D: tl.constexpr, E: tl.constexpr,
-    factor, dq, EDGE: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, factor, dq, EDGE: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """As in the forward."""
-    key = n + tl.arange(0, BLOCK_N)
-    k = rows(k_ptr, key, stride_kn, key < N, D, SIZE_D, not EDGE)
-    v = rows(v_ptr, key, stride_vn, key < N, E, SIZE_E, not EDGE)
-    s = tl.dot(q, k.T, input_precision=PRECISION)
+    key = n + tl.arange(0, FORM.BLOCK_N)
+    k = rows(k_ptr, key, stride_kn, key < N, FORM.D, FORM.SIZE_D, not EDGE)
+    v = rows(v_ptr, key, stride_vn, key < N, FORM.E, FORM.SIZE_E, not EDGE)
+    s = tl.dot(q, k.T, input_precision=FORM.PRECISION)
     p = tl.exp2(s * factor - lse2[:, None])
     if EDGE:
         distance = row[:, None] - key[None, :]
         p = tl.where((distance >= 0) & (distance <= window), p, 0.0)
-    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    dp = tl.dot(dout, v.T, input_precision=FORM.PRECISION)
     ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=FORM.PRECISION)
 
 
 @triton.jit
 def _live_step(
     q, dout, k_ptr, v_ptr, u_ptr, last_ptr, last_gated_ptr, list_ptr, n, end, over, capacity, row, tau, lse2, delta,
-    window, stride_kn, stride_vn, D: tl.constexpr, E: tl.constexpr, factor, dq, dtau, WHOLE: tl.constexpr,
-    GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    window, stride_kn, stride_vn, factor, dq, dtau, WHOLE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """As in the forward; dtau with what comes through gates."""
-    key, there = live_keys(list_ptr, n + tl.arange(0, BLOCK_N), end, over, capacity, WHOLE)
-    k = rows(k_ptr, key, stride_kn, there, D, SIZE_D, WHOLE)
-    v = rows(v_ptr, key, stride_vn, there, E, SIZE_E, WHOLE)
+    key, there = live_keys(list_ptr, n + tl.arange(0, FORM.BLOCK_N), end, over, capacity, WHOLE)
+    k = rows(k_ptr, key, stride_kn, there, FORM.D, FORM.SIZE_D, WHOLE)
+    v = rows(v_ptr, key, stride_vn, there, FORM.E, FORM.SIZE_E, WHOLE)
     m = gates(of_keys(u_ptr, key, there, 0.0, WHOLE)[None, :], tau[:, None])
-    s = tl.dot(q, k.T, input_precision=PRECISION)
-    p = tl.exp2(gated_scores(s, m, factor, GATE) - lse2[:, None])
+    s = tl.dot(q, k.T, input_precision=FORM.PRECISION)
+    p = tl.exp2(gated_scores(s, m, factor, FORM.GATE) - lse2[:, None])
     if not WHOLE:
         past = row[:, None] > (key + window)[None, :]
         kept = past & (row[:, None] <= of_keys(last_ptr, key, there, -1, False)[None, :])
         p = tl.where(kept, p, 0.0)
-    dp = tl.dot(dout, v.T, input_precision=PRECISION)
-    ds, dm = through_gate(s, p, dp, m, delta[:, None], lse2[:, None], factor, GATE, STRAIGHT)
-    if GATE != "none" or STRAIGHT:
+    dp = tl.dot(dout, v.T, input_precision=FORM.PRECISION)
+    ds, dm = through_gate(s, p, dp, m, delta[:, None], lse2[:, None], factor, FORM.GATE, FORM.STRAIGHT)
+    if FORM.GATE != "none" or FORM.STRAIGHT:
         counts = (m > 0) & (m < 1)
         if not WHOLE:
             gated = kept
-            if STRAIGHT:
+            if FORM.STRAIGHT:
                 gated = past & (row[:, None] <= of_keys(last_gated_ptr, key, there, -1, False)[None, :])
             counts = counts & gated
         dtau -= tl.sum(tl.where(counts, dm, 0.0), 1)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), dtau
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=FORM.PRECISION), dtau
 
 
 @triton.jit
 def gated_query_gradient(
     q_ptr, k_ptr, v_ptr, u_ptr, tau_ptr, last_ptr, last_gated_ptr, list_ptr, counts_ptr, dout_ptr, lse_ptr, delta_ptr,
     dq_ptr, dtau_ptr, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh,
-    stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, tiles, capacity, scale, D: tl.constexpr,
-    E: tl.constexpr, GATE: tl.constexpr, STRAIGHT: tl.constexpr, SIZE_D: tl.constexpr, SIZE_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    stride_vn, stride_ob, stride_oh, stride_on, H, G, U, N, window, tiles, capacity, scale, FORM: tl.constexpr,
 ):  # fmt: skip
     """As `gated_forward`; dtau is of each query head, (B, H, N)."""
     tile, head = tiles - 1 - tl.program_id(0), tl.program_id(1)
@@ -106,54 +101,49 @@ def gated_query_gradient(
     last_ptr += unit * N
     last_gated_ptr += unit * N
     factor = scale * LOG2E
-    start = tile * BLOCK_M
-    row = start + tl.arange(0, BLOCK_M)
+    start = tile * FORM.BLOCK_M
+    row = start + tl.arange(0, FORM.BLOCK_M)
     inside = row < N
-    q = rows(q_ptr, row, stride_qn, inside, D, SIZE_D, False)
-    dout = rows(dout_ptr, row, stride_on, inside, E, SIZE_E, False)
+    q = rows(q_ptr, row, stride_qn, inside, FORM.D, FORM.SIZE_D, False)
+    dout = rows(dout_ptr, row, stride_on, inside, FORM.E, FORM.SIZE_E, False)
     tau = tl.load(tau_ptr + unit * N + row, mask=inside, other=0.0)
     lse2 = tl.load(lse_ptr + of_head + row, mask=inside, other=float("inf")) * LOG2E
     delta = tl.load(delta_ptr + of_head + row, mask=inside, other=0.0)
-    dq = tl.zeros((BLOCK_M, SIZE_D), tl.float32)
-    dtau = tl.zeros((BLOCK_M,), tl.float32)
+    dq = tl.zeros((FORM.BLOCK_M, FORM.SIZE_D), tl.float32)
+    dtau = tl.zeros((FORM.BLOCK_M,), tl.float32)
 
     at = unit * tiles + tile
     through, listed = tl.load(counts_ptr + at * 2), tl.load(counts_ptr + at * 2 + 1)
     list_ptr += at * capacity
     over = listed > capacity
     # Pairs that count for the gate alone are masked.
-    whole = tl.where(over | STRAIGHT, 0, through // BLOCK_N * BLOCK_N)
-    end = tl.where(over, tl.maximum(tl.minimum(start + BLOCK_M, N) - window - 1, 0), listed)
-    for n in range(0, whole, BLOCK_N):
+    whole = tl.where(over | FORM.STRAIGHT, 0, through // FORM.BLOCK_N * FORM.BLOCK_N)
+    end = tl.where(over, tl.maximum(tl.minimum(start + FORM.BLOCK_M, N) - window - 1, 0), listed)
+    for n in range(0, whole, FORM.BLOCK_N):
         dq, dtau = _live_step(
             q, dout, k_ptr, v_ptr, u_ptr, last_ptr, last_gated_ptr, list_ptr, n, end, over, capacity, row, tau, lse2,
-            delta, window, stride_kn, stride_vn, D, E, factor, dq, dtau, True, GATE, STRAIGHT, SIZE_D, SIZE_E, BLOCK_N,
-            PRECISION,
+            delta, window, stride_kn, stride_vn, factor, dq, dtau, True, FORM,
         )  # fmt: skip
-    for n in range(whole, end, BLOCK_N):
+    for n in range(whole, end, FORM.BLOCK_N):
         dq, dtau = _live_step(
             q, dout, k_ptr, v_ptr, u_ptr, last_ptr, last_gated_ptr, list_ptr, n, end, over, capacity, row, tau, lse2,
-            delta, window, stride_kn, stride_vn, D, E, factor, dq, dtau, False, GATE, STRAIGHT, SIZE_D, SIZE_E, BLOCK_N,
-            PRECISION,
+            delta, window, stride_kn, stride_vn, factor, dq, dtau, False, FORM,
         )  # fmt: skip
 
-    first = tl.maximum(start - window, 0) // BLOCK_N * BLOCK_N
-    inner = tl.maximum(tl.cdiv(tl.maximum(start + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N, first)
+    first = tl.maximum(start - window, 0) // FORM.BLOCK_N * FORM.BLOCK_N
+    inner = tl.maximum(tl.cdiv(tl.maximum(start + FORM.BLOCK_M - 1 - window, 0), FORM.BLOCK_N) * FORM.BLOCK_N, first)
     inner = tl.minimum(inner, start)
-    for n in range(first, inner, BLOCK_N):
+    for n in range(first, inner, FORM.BLOCK_N):
         dq = _window_step(
-            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
-            True, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, factor, dq, True, FORM,
         )  # fmt: skip
-    for n in range(inner, start, BLOCK_N):
+    for n in range(inner, start, FORM.BLOCK_N):
         dq = _window_step(
-            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
-            False, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, factor, dq, False, FORM,
         )  # fmt: skip
-    for n in range(start, tl.minimum(start + BLOCK_M, N), BLOCK_N):
+    for n in range(start, tl.minimum(start + FORM.BLOCK_M, N), FORM.BLOCK_N):
         dq = _window_step(
-            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, D, E, factor, dq,
-            True, SIZE_D, SIZE_E, BLOCK_N, PRECISION,
+            q, dout, k_ptr, v_ptr, n, row, lse2, delta, window, stride_kn, stride_vn, N, factor, dq, True, FORM,
         )  # fmt: skip
-    store_rows(dq_ptr + of_head * D, row, D, inside, D, dq * scale, SIZE_D)
+    store_rows(dq_ptr + of_head * FORM.D, row, FORM.D, inside, FORM.D, dq * scale, FORM.SIZE_D)
     tl.store(dtau_ptr + of_head + row, dtau, mask=inside)

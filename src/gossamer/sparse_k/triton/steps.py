@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
+# What kernels are compiled for: FOLD is of the forward, STRAIGHT and what is behind it of the gradients.
+FIELDS = "D E SIZE_D SIZE_E GATE PRECISION BLOCK_M BLOCK_N FOLD STRAIGHT OVER CHUNKS"
+Form = namedtuple("Form", FIELDS, defaults=(False, False, False, 1))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
