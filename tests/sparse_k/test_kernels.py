@@ -71,7 +71,7 @@ def wide(x: Operands) -> Operands:
 def check_attention(given: list[Tensor], options: dict[str, Any], limit: float) -> None:
     """Both directions against float64; errors are relative to the largest number of a result."""
     x, o = operands(given, options)
-    assert triton_calls.reasons(x, o) == triton_calls.unverified(x, o)
+    assert not triton_calls.reasons(x, o)
     out, lse = triton_calls.forward(x, o)
     exact, exact_lse = chunks.forward(wide(x), o)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
