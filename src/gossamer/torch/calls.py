@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ from gossamer.torch.planning import (
     scoring_of,
     select_layout,
 )
-from gossamer.torch.recording import record
+from gossamer.torch.recording import Again, record
 from gossamer.torch.request import Request, ResolvedPattern
 
 MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
@@ -64,7 +65,17 @@ MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tens
 Bound = Callable[..., tuple[Tensor, ...]]
 
 known: Memo[Any] = Memo()  # calls, by their keys
-_arrays_of = WeakTensorKeyDictionary()  # of layouts that calls made, by the first tensor of their memory
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a layout that a call made, and the memory that they are parts of, but for its first tensor."""
+
+    again: Again
+    others: list[ref[Tensor]]
+    arrays: tuple[Tensor, ...]
+
+
+_arrays_of = WeakTensorKeyDictionary()  # by that tensor
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
@@ -326,14 +337,20 @@ class MadeCall(DataCall):
 
     def _arrays(self, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The arrays of the layout: the same ones in both directions, which share what is made of them."""
-        if self._again is None or not data:
-            return data if self._again is None else self._again.parts(())
-        first, *_ = data
-        numbers, kept = (self._again, *map(id, data)), _arrays_of.get(first)
-        if kept is None or kept[0] != numbers:
+        again = self._again
+        if again is None or not data:
+            return data if again is None else again.parts(())
+        first, *others = data
+        kept = _arrays_of.get(first)
+        if (
+            kept is None
+            or kept.again is not again
+            or any(a() is not b for a, b in zip(kept.others, others, strict=True))
+        ):
             # Of aliases: what is kept under a tensor must not keep that tensor alive.
-            kept = _arrays_of[first] = numbers, self._again.parts([x.detach() for x in data])
-        return kept[1]
+            arrays = again.parts([x.detach() for x in data])
+            kept = _arrays_of[first] = _Arrays(again, [ref(x) for x in others], arrays)
+        return kept.arrays
 
     def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
         return super()._data_layout(plan, q, k, self._arrays(data))
