@@ -70,7 +70,7 @@ for kernel, name in (
     (key_gradients.gated_key_gradients, "windows"),
 ):
     t = triton_calls.tiles(name, x)
-    form = Form(size, size, size, size, "v", "tf32", t.m, t.n, FOLD=name == "forward")
+    form = Form(size, size, size, size, "v", "tf32", t.m, t.n, name == "forward", False, False, 1)
     compile_one(kernel, {"FORM": constants(form)}, t.warps, t.stages, t.registers)
 if size == 64:
     sums = {"OVER": True, "CHUNKS": 128}

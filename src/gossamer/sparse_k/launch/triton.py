@@ -227,10 +227,13 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _form(x: Operands, o: Options, t: Tiles, **more: bool | int) -> Form:
+def _form(
+    x: Operands, o: Options, t: Tiles, *, FOLD: bool = False, STRAIGHT: bool = False, OVER: bool = False,
+    CHUNKS: int = 1,
+) -> Form:  # fmt: skip
     """What a kernel is compiled for."""
     D, E, precision = x.q.shape[3], x.v.shape[3], "ieee" if x.q.dtype == torch.float32 else "tf32"
-    return Form(D, E, padded(D), padded(E), o.gate or "none", precision, t.m, t.n, **more)
+    return Form(D, E, padded(D), padded(E), o.gate or "none", precision, t.m, t.n, FOLD, STRAIGHT, OVER, CHUNKS)
 
 
 def _rows_contiguous(x: Operands) -> Operands:

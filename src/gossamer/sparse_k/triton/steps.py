@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 # What kernels are compiled for: FOLD is of the forward, STRAIGHT and what is behind it of the gradients.
-FIELDS = "D E SIZE_D SIZE_E GATE PRECISION BLOCK_M BLOCK_N FOLD STRAIGHT OVER CHUNKS"
-Form = namedtuple("Form", FIELDS, defaults=(False, False, False, 1))
+Form = namedtuple("Form", "D E SIZE_D SIZE_E GATE PRECISION BLOCK_M BLOCK_N FOLD STRAIGHT OVER CHUNKS")
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
