@@ -14,8 +14,9 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Unsupported"]
-__all__ += ["__version__", "attention", "device_layout", "entmax_attention", "explain", "explain_entmax", "from_flex"]
+__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Pages"]
+__all__ += ["Unsupported", "__version__", "attention", "device_layout", "entmax_attention", "explain"]
+__all__ += ["explain_entmax", "from_flex"]
 __all__ += ["explain_sparsek", "last_topk", "merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal"]
 __all__ += ["to_flex", "topk_blocks", "topk_keys", "varlen"]
 __all__ += ["attention_forward"]
@@ -27,6 +28,7 @@ _MODULES = {
     "DocumentIds": "gossamer.torch.structure",
     "Indices": "gossamer.torch.structure",
     "PackedSequences": "gossamer.torch.structure",
+    "Pages": "gossamer.torch.structure",
     "EntmaxAux": "gossamer.entmax",
     "Unsupported": "gossamer.plan.problem",
     "attention": "gossamer.torch.api",
@@ -68,7 +70,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer.torch.device_layout import device_layout
     from gossamer.torch.explain import explain
     from gossamer.torch.merge import merge
-    from gossamer.torch.structure import BlockIndices, DocumentIds, Indices, PackedSequences
+    from gossamer.torch.structure import BlockIndices, DocumentIds, Indices, PackedSequences, Pages
     from gossamer.torch.varlen import varlen
 else:
 

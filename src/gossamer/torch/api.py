@@ -31,11 +31,12 @@ from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
+from gossamer.torch.paged import PagedLayout, paged_call
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.repeated import by_structure
 from gossamer.torch.request import DENSE, Request, request_of, resolve_pattern
 from gossamer.torch.scale import with_number
-from gossamer.torch.structure import Structure
+from gossamer.torch.structure import PackedSequences, Structure
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor,
-    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    pattern: Pattern | Structure | int | BlockLayout | PagedLayout | BlockMask | Tensor | None = None, *,
     scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_distance: Distance | None = None,
@@ -56,7 +57,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor,
-    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None, *,
+    pattern: Pattern | Structure | int | BlockLayout | PagedLayout | BlockMask | Tensor | None = None, *,
     scale: float | Tensor | None = None, q_offset: int | Tensor | None = None, key_starts: Lengths | None = None,
     key_lengths: Lengths | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
     alibi_slopes: Tensor | None = None, alibi_distance: Distance | None = None,
@@ -69,7 +70,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | Structure | int | BlockLayout | PagedLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | Tensor | None = None,
     q_offset: int | Tensor | None = None,
@@ -100,7 +101,9 @@ def attention(
             (B, H, Q, K), True where a pair is kept, read again, as a layout is, when torch counts a write to it (one
             through numpy or `.data` is not seen) and in each call of a compiled function; a torch sparse CSR tensor
             (Q, K), of which the stored entries count; `DocumentIds`, `BlockIndices`, `Indices` or `PackedSequences`,
-            whose structure is made on the device in each call (`device_layout` shares it). None is every pair.
+            whose structure is made on the device in each call (`device_layout` shares it). None is every pair. With
+            `PackedSequences` that have `Pages`, and what `device_layout` makes of them, q is (T, H, D) with
+            layout="bshd" and k and v are pages, without gradients.
         scale: D ** -0.5 by default. A number of Python or numpy (of Python in a compiled function), as are `softcap`
             and `q_offset`, that float32 (float64 for float64 inputs) holds. Or a tensor of shape () of any float type,
             with its gradient (a learned temperature), which no host waits for and a captured graph reads again: q is
@@ -174,6 +177,14 @@ def attention(
         pattern = pattern_of(pattern)
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
+    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
+        options = AttentionOptions(
+            scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,
+            implementation, deterministic, layout,
+        )  # fmt: skip
+        paged = paged_call(q, k, v, pattern, options, merge)
+        out, lse = paged.joined([_run(request, None) for request in paged.requests])
+        return (out, lse) if return_lse else out
     if merge is None and (isinstance(q_offset, Tensor) or key_starts is not None):
         options = AttentionOptions(
             scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,

@@ -11,9 +11,10 @@ from gossamer.kernels.launch import Vectors
 from gossamer.layouts import BlockLayout, GatherLayout
 from gossamer.layouts.base import OF_EACH
 from gossamer.torch.arguments import BHND, AttentionOptions, Layout, Lengths, offset, vectors_of
+from gossamer.torch.paged import PagedLayout, device_layout_of_pages
 from gossamer.torch.repeated import layout_by_structure
 from gossamer.torch.request import asks_for_structure, request_of
-from gossamer.torch.structure import Structure
+from gossamer.torch.structure import PackedSequences, Structure
 
 
 def device_layout(
@@ -30,7 +31,7 @@ def device_layout(
     implementation: str | None = None,
     deterministic: bool | None = None,
     layout: Layout = BHND,
-) -> BlockLayout | GatherLayout:
+) -> BlockLayout | GatherLayout | PagedLayout:
     """The layout that `attention` makes on the device from these arguments, to be its pattern in many calls.
 
     The layers of a model share what is attended, and each call of `attention` would make its own. Offsets, starts and
@@ -68,6 +69,8 @@ def device_layout(
     compiling = torch.compiler.is_compiling()
     if deterministic is None and not compiling:
         options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    if isinstance(pattern, PackedSequences) and pattern.pages is not None:
+        return device_layout_of_pages(q, k, v, pattern, options)
     vectors: Vectors | tuple[()] = ()
     if not key_lengths is sink_logits is None:
         vectors = vectors_of(q, key_lengths, sink_logits, None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from gossamer.patterns import Pattern
 from gossamer.torch.api import attention
-from gossamer.torch.arguments import describe
+from gossamer.torch.arguments import describe, known, whole
 from gossamer.torch.key import differentiable
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure.base import Edges
+from gossamer.torch.structure.pages import PageLayout, Pages
 from gossamer.torch.structure.sequences import PackedSequences
 
 
@@ -26,6 +28,8 @@ def varlen(
     pattern: Pattern | None = None,
     *,
     seqused_k: Edges | None = None,
+    block_table: Tensor | np.ndarray | None = None,
+    page_layout: PageLayout = "pshd",
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
@@ -43,19 +47,25 @@ def varlen(
     `attention` with the `device_layout` of `PackedSequences`, of which this is the short form for one call; where all
     lengths are lists or arrays, calls of the same numbers share it by themselves, outside of both.
 
+    With `block_table` k and v are a cache in pages, and no gradients are computed; layers share the `device_layout` of
+    `PackedSequences` with `Pages`. What no query sees is not used, whatever it holds: see there.
+
     Args:
         q: (T, H, D), the queries of all sequences.
-        k: (S, G, D), their keys, H a multiple of G.
-        v: (S, G, E).
+        k: (S, G, D), their keys, H a multiple of G; with block_table (P, page_size, G, D), or (P, G, page_size, D).
+        v: (S, G, E), and so on.
         cu_seq_q: (sequences + 1,) integers from 0 to T (of cu_seq_k: to S) that do not decrease, as `PackedSequences`
             takes them; those of the host are checked, and those of a GPU clamped.
         cu_seq_k: (sequences + 1,) likewise; None is cu_seq_q.
         max_q: not used; sizes are those of q.
-        max_k: not used; sizes are those of k.
+        max_k: with block_table the most keys that a sequence has; the rest of a wider table is not looked at, for
+            which there would be room in what is copied. Else not used; sizes are those of k.
         pattern: Dense, Causal, Local, SlidingWindow (whose sinks are the first keys of each sequence), any `&` and `|`
-            of them; None is every key of the sequence.
+            of them, and over pages Dilated and Strided too; None is every key of the sequence.
         seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
-            then this number, where it is less than the room of the sequence.
+            then this number, where it is less than the room of the sequence. With block_table it has to be given.
+        block_table: (sequences, n) integers: the pages of each sequence, as `Pages` takes them. cu_seq_k is then None.
+        page_layout: "pshd", of k (P, page_size, G, D), or "phsd", of k (P, G, page_size, D).
         scale: as in `attention`, and so are `softcap`, `sink_logits` and `deterministic`.
         out: (T, H, E) of q's dtype, into which the result is copied; without gradients only.
         return_lse: also return lse (H, T).
@@ -64,7 +74,8 @@ def varlen(
         out (T, H, E) in q's dtype; with lse (H, T) if asked for.
 
     Raises:
-        ValueError: an argument is wrong; `Unsupported` where the pattern does not go by positions alone.
+        ValueError: an argument is wrong; `Unsupported` where the pattern does not go by positions alone, or where a
+            gradient is asked for over pages.
 
     Examples:
         >>> q, k, v = torch.randn(7, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
@@ -78,11 +89,24 @@ def varlen(
         >>> first = gs.attention(q[:2], k[:4], v[:4], gs.Causal(), layout="bshd")
         >>> torch.allclose(out[:2], first, atol=1e-6)
         True
+        >>> pool_k, pool_v = torch.randn(6, 16, 2, 8), torch.randn(6, 16, 2, 8)  # six pages of 16 slots
+        >>> table, used = torch.tensor([[5, 0], [2, -1]]), torch.tensor([18, 9])
+        >>> gs.varlen(q, pool_k, pool_v, cu_q, seqused_k=used, block_table=table, pattern=gs.Causal()).shape
+        torch.Size([7, 4, 8])
     """
+    paged = block_table is not None
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
-            raise ValueError(f"{name} must be a tensor (positions, heads, size) of packed sequences; got {describe(x)}")
-    sequences = PackedSequences(cu_seq_q, cu_seq_k, seqused_k=seqused_k, pattern=pattern)
+        pages = paged and name != "q"
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 + pages:
+            form = "a tensor of pages, of 4 dimensions" if pages else "a tensor (positions, heads, size)"
+            without = "; keys in pages are given with block_table" * (not paged and getattr(x, "ndim", 0) == 4)
+            raise ValueError(f"{name} must be {form} of packed sequences; got {describe(x)}{without}")
+    if paged:
+        sequences = _of_pages(k, cu_seq_q, cu_seq_k, max_k, pattern, seqused_k, block_table, page_layout)
+    else:
+        if page_layout != "pshd":
+            raise ValueError(f'page_layout must be "pshd" without block_table; got {describe(page_layout)}')
+        sequences = PackedSequences(cu_seq_q, cu_seq_k, seqused_k=seqused_k, pattern=pattern)
     if isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
     if out is not None:
@@ -96,6 +120,24 @@ def varlen(
     if out is not None:
         found = out.copy_(found)
     return (found, lse) if return_lse else found
+
+
+def _of_pages(
+    k: Tensor, cu_seq_q: Any, cu_seq_k: Any, max_k: Any, pattern: Any, seqused_k: Any, block_table: Any,
+    page_layout: Any,
+) -> PackedSequences:  # fmt: skip
+    """The sequences of a call over pages."""
+    if seqused_k is None:
+        raise ValueError("seqused_k must be given with block_table: the number of keys of each sequence; got None")
+    if cu_seq_k is not None:
+        raise ValueError(f"cu_seq_k must be None with block_table; got {describe(cu_seq_k)}")
+    pages = Pages(block_table, seqused_k, k.shape[2 if page_layout == "phsd" else 1], page_layout=page_layout)
+    if max_k is not None:
+        most = whole(max_k)
+        if most is None or known(most < 0):
+            raise ValueError(f"max_k must be None or an integer of at least 0; got {describe(max_k)}")
+        pages = pages.up_to(most)
+    return PackedSequences(cu_seq_q, pages=pages, pattern=pattern)
 
 
 def check_out(out: Any, q: Tensor, v: Tensor) -> None:

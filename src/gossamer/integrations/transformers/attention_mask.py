@@ -278,9 +278,10 @@ class Mask(BlockMask):
         for known, layout in self._layouts:
             if known == alike:
                 return layout
-        layout = device_layout(q, k, v, attended.pattern, **attended.options, softcap=softcap, sink_logits=sink_logits)
-        self._layouts.append((alike, layout))
-        return layout
+        made = device_layout(q, k, v, attended.pattern, **attended.options, softcap=softcap, sink_logits=sink_logits)
+        assert isinstance(made, (BlockLayout, GatherLayout))  # of no pages
+        self._layouts.append((alike, made))
+        return made
 
     def foresee(self, config: Any, dtype: torch.dtype) -> None:
         """Make the structure that the layers of a model probably ask for, while a function is compiled.

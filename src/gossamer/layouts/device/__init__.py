@@ -8,6 +8,7 @@ from gossamer.layouts.device.arrays import Arrays, BlockLists, Fused, IntervalLi
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.device.intervals import empty_layout, interval_layout
 from gossamer.layouts.device.key_lists import key_list_layout
+from gossamer.layouts.device.pages import KeyTiles, most_mixed, page_layout
 from gossamer.layouts.device.progressions import Progression, progression_layout
 
 __all__ = [
@@ -15,11 +16,14 @@ __all__ = [
     "BlockLists",
     "Fused",
     "IntervalLists",
+    "KeyTiles",
     "Progression",
     "Sorted",
     "block_list_layout",
     "empty_layout",
     "interval_layout",
     "key_list_layout",
+    "most_mixed",
+    "page_layout",
     "progression_layout",
 ]

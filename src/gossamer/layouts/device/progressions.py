@@ -18,6 +18,7 @@ from gossamer.layouts.device.walks import (
     all_kept,
     check_capacity,
     check_sizes,
+    every_nth,
     fill_tiles,
     transposed,
 )
@@ -163,18 +164,6 @@ def _bits(
         kept = xp.bits_below(hi - column[..., None, :]) & ~xp.bits_below(lo - column[..., None, :])
         if one.step > 1:
             apart = row[..., None] + shift[..., None, None, None] - column[..., None, :]
-            kept = kept & _every(one.step, apart % one.step, xp)
+            kept = kept & every_nth(one.step, apart % one.step, xp)
         bits = kept if bits is None else bits | kept
     return bits if xp.divides(block_rows, rows) else xp.fill(bits, row[..., None] >= rows, 0)
-
-
-def _every(step: int, first: Array, xp: Arrays) -> Array:
-    """Words in which every step-th bit is set, from the bit `first` on, which is less than the step."""
-    if step >= WORD:  # one bit of a word, or none
-        none = first >= WORD
-        return xp.fill(xp.one_bit(xp.fill(first, none, 0)), none, 0)
-    bit = xp.arange(WORD, first)
-    rest = xp.arange(step, first)[:, None]
-    # The bits of a word are apart: their sum is their union.
-    words = xp.total(xp.fill(xp.broadcast_to(xp.one_bit(bit), (step, WORD)), bit % step != rest, 0))
-    return xp.take(words, first.reshape(-1)).reshape(first.shape)

@@ -117,3 +117,15 @@ def check_capacity(listed: int) -> None:
     """Raise ValueError where int32 would not address as many entries as there may be."""
     if listed >= 2**31:
         raise ValueError(f"the layout may list {listed} tiles; at most {2**31 - 1} can be addressed")
+
+
+def every_nth(step: int, first: Array, xp: Arrays) -> Array:
+    """Words in which every step-th bit is set, from the bit `first` on, which is less than the step."""
+    if step >= WORD:  # one bit of a word, or none
+        none = first >= WORD
+        return xp.fill(xp.one_bit(xp.fill(first, none, 0)), none, 0)
+    bit = xp.arange(WORD, first)
+    rest = xp.arange(step, first)[:, None]
+    # The bits of a word are apart: their sum is their union.
+    words = xp.total(xp.fill(xp.broadcast_to(xp.one_bit(bit), (step, WORD)), bit % step != rest, 0))
+    return xp.take(words, first.reshape(-1)).reshape(first.shape)

@@ -23,6 +23,7 @@ from gossamer.torch.structure.base import (
     sorted_edges,
     vector_of,
 )
+from gossamer.torch.structure.pages import Pages
 
 
 class PackedSequences(Structure):
@@ -34,7 +35,8 @@ class PackedSequences(Structure):
 
     `attention` takes it with q (1, H, Q, D), or with layout="bshd" as q (Q, H, D), k (K, G, D) and v (K, G, E);
     `device_layout` makes one layout of it for all layers of a step. Positions are those within a sequence: `q_offset`
-    and `alibi_slopes` are refused with it, and a pattern is given here, not joined by `&`.
+    and `alibi_slopes` are refused with it, and a pattern is given here, not joined by `&`. With `pages` k and v
+    are those of a cache in pages, and no gradients are computed.
 
     Args:
         cu_seq_q: (sequences + 1,) integers from 0 to Q that do not decrease: a tensor on q's device, a list or a numpy
@@ -44,7 +46,8 @@ class PackedSequences(Structure):
         seqused_k: (sequences,) integers, likewise given: of each sequence only so many keys are there, from its first
             one on. Lk is then this number, where it is less than the room of the sequence; one under 0 counts as 0.
         pattern: Dense, Causal, Local, SlidingWindow (whose sinks are the first keys of each sequence), any `&` and `|`
-            of them; None is every key of the sequence.
+            of them, and with pages Dilated and Strided too; None is every key of the sequence.
+        pages: `Pages`, of as many sequences, in which k and v lie: cu_seq_k and seqused_k are then None.
         check: raise ValueError for wrong edges on a GPU too; this waits for it, and cannot be compiled.
 
     Raises:
@@ -66,9 +69,12 @@ class PackedSequences(Structure):
 
     def __init__(
         self, cu_seq_q: Edges, cu_seq_k: Edges | None = None, *, seqused_k: Edges | None = None,
-        pattern: Pattern | None = None, check: bool = False,
+        pattern: Pattern | None = None, pages: Pages | None = None, check: bool = False,
     ) -> None:  # fmt: skip
         self.cu_seq_q = vector_of("cu_seq_q", cu_seq_q)
+        self.pages = pages
+        if pages is not None:
+            self._check_pages(cu_seq_q, cu_seq_k, seqused_k)
         self.cu_seq_k = self.cu_seq_q if cu_seq_k is None else vector_of("cu_seq_k", cu_seq_k)
         sequences = self.cu_seq_k.shape[0] - 1
         if known(self.cu_seq_q.shape[0] != sequences + 1):
@@ -84,21 +90,39 @@ class PackedSequences(Structure):
             "seqused_k": seqused_k,
         }
         self.on_host = {n: getattr(self, n) for n, x in given.items() if x is not None and not isinstance(x, Tensor)}
-        self.rule = rule_of(pattern, ONE_BY_ONE, f"Dense, Causal, Local, SlidingWindow, {UNIONS}")
-        if any(reach.step > 1 for reach in self.rule.reaches):
+        steps = "" if pages is None else "Dilated, Strided, "
+        self.rule = rule_of(pattern, ONE_BY_ONE, f"Dense, Causal, Local, SlidingWindow, {steps}{UNIONS}")
+        if pages is None and any(reach.step > 1 for reach in self.rule.reaches):
             raise Unsupported(f"pattern, {show(pattern)}, has a step, which is not counted in sequences. {ONE_BY_ONE}")
+
+    def _check_pages(self, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any) -> None:
+        if not isinstance(self.pages, Pages):
+            raise ValueError(f"pages must be Pages or None; got {describe(self.pages)}")
+        for name, x in (("cu_seq_k", cu_seq_k), ("seqused_k", seqused_k)):
+            if x is not None:
+                raise ValueError(f"{name} must be None with pages, which tell the keys of each; got {describe(x)}")
+        if known(self.pages.block_table.shape[0] != self.cu_seq_q.shape[0] - 1):
+            raise ValueError(
+                "cu_seq_q and pages must tell of as many sequences; "
+                f"got {describe(cu_seq_q)} and block_table {describe(self.pages.block_table)}"
+            )
 
     def __repr__(self) -> str:
         used = "" if self.seqused_k is None else ", seqused_k"
+        used = used if self.pages is None else f", {self.pages!r}"
         rule = "" if self.pattern is None else f", {self.rule}"
         return f"PackedSequences({self.cu_seq_q.shape[0] - 1}{used}{rule})"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        if self.pages is not None:
+            return self.cu_seq_q, *self.pages.tensors
         return tuple(x for x in (self.cu_seq_q, self.cu_seq_k, self.seqused_k) if x is not None)
 
     def check(self, sizes: Sizes, placed: bool = False) -> None:
         """Edges are clamped to the sizes."""
+        if self.pages is not None:
+            raise Unsupported(f"{self!r}, with pages, is taken by attention, varlen, device_layout and explain alone")
 
     def check_numbers(self, sizes: Sizes) -> None:
         self._check_edges("cu_seq_q", "cu_seq_q", sizes.Q, "T")

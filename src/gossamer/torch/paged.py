@@ -1,0 +1,321 @@
+"""Attention over a cache in pages: calls over the pool of pages itself, and over a copy of the pages that are listed.
+
+Queries become tiles of one sequence each, whose rows are its tokens and the query heads of a group, so that a page is
+read once for each key head. The pool of pages is k and v as one long sequence, a view, and page numbers are numbers of
+its tiles, where a page is whole tiles of a GPU's kernel and the queries see all of it. Other pages (the last of a
+sequence, behind whose keys anything may lie; pages that no kernel reads as tiles; and all pages on a CPU) are copied,
+clean of what no query sees. The results of both are merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.kernels.launch import dtype_of
+from gossamer.layouts.device.walks import MOST_POSITIONS
+from gossamer.plan.arguments import ACCEPTED, FLOATS
+from gossamer.plan.plan import plan_of
+from gossamer.plan.problem import Unsupported
+from gossamer.torch.arguments import (
+    Arguments,
+    AttentionOptions,
+    arguments_of,
+    cast_type,
+    coerced,
+    describe,
+    is_bshd,
+    known,
+    validate,
+    vectors_of,
+)
+from gossamer.torch.key import differentiable
+from gossamer.torch.merge import merge
+from gossamer.torch.planning import problem_of
+from gossamer.torch.request import Request, request_of
+from gossamer.torch.structure.base import is_read, narrow, sorted_edges
+from gossamer.torch.structure.inputs import Tile
+from gossamer.torch.structure.make import tile_of
+from gossamer.torch.structure.page_tiles import Layouts, Part, Sequences, Table, query_tiles, rows_of_pool
+from gossamer.torch.structure.pages import Pages
+from gossamer.torch.structure.sequences import PackedSequences
+
+IN_PLACE = {"cuda"}  # devices whose kernels read the pool where it is
+ALIGNED = 16  # bytes; kernels copy what is not
+NARROW = (64, 64)  # the tile of kernels in which a page of 64 is one of keys
+COPIES = "pages that are seen are copied behind one another"
+TILES = "pages are tiles of k and v where they lie; those that are seen in part are copied"
+
+
+class Paged(NamedTuple):
+    """The tensors of a call: q (T, H, D), k (P, page_size, G, D) and v (P, page_size, G, E), all of them views."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What a layout is made for."""
+        (T, H, _), (P, size, G, _) = self.q.shape, self.k.shape
+        return T, H, G, P, size
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayout:
+    """The structure of sequences whose keys are in pages, made once for the layers of a step by `device_layout`."""
+
+    pages: Pages
+    facts: tuple[Any, ...]
+    between: int | None  # rows of the pool from one page to the next; None: nothing is read there
+    token: Tensor  # (rows,) int32: of each row of a tile its token,
+    head: Tensor  # and its head of a group
+    place: Tensor  # (T * H / G,) int32: the row of each token and head of a group
+    parts: tuple[Part, ...]
+    source: str  # what it was made from, in words
+
+
+class PagedCall(NamedTuple):
+    """The calls that compute one over pages, and what their results become."""
+
+    requests: list[Request]
+    given: Paged
+    layout: PagedLayout
+    sinks: Tensor | None
+    bshd: bool
+    dims: int  # of the q that was given
+
+    def joined(self, results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """(out, lse) as `attention` gives them, of those of the requests: (1, G, rows, E), (1, G, rows)."""
+        q, _, v = self.given
+        (T, H, _), E = q.shape, v.shape[3]
+        if not results:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            out, lse = q.new_zeros(H, T, E), q.new_full((H, T), -math.inf, dtype=wide)
+        else:
+            out, lse = results[0] if len(results) == 1 else merge(*map(list, zip(*results, strict=True)))
+            G, place = out.shape[1], self.layout.place
+            out = out[0].index_select(1, place).view(G, T, H // G, E).transpose(1, 2).reshape(H, T, E)
+            lse = lse[0].index_select(1, place).view(G, T, H // G).transpose(1, 2).reshape(H, T)
+        if self.sinks is not None:  # heads of a group are rows of one tile, and kernels take a sink for each head
+            sinks = self.sinks.to(lse.dtype)[:, None].expand(H, T)
+            out, lse = merge([out, torch.zeros_like(out)], [lse, sinks])
+        if self.bshd:
+            out = out.transpose(0, 1)
+        out = out.contiguous()
+        return (out, lse) if self.dims == 3 else (out[None], lse[None])
+
+
+def paged_call(q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, joining: Any = None) -> PagedCall:
+    """What computes a call over pages.
+
+    Args:
+        pattern: `PackedSequences` with pages, or what `device_layout` made of them.
+        joining: `merge` of `attention`.
+
+    Raises:
+        ValueError: an argument is wrong; `Unsupported` for what is not computed over pages.
+    """
+    pages: Pages = pattern.pages
+    _refuse(options, joining)
+    bshd = is_bshd(options.layout)
+    given = _tensors(q, k, v, pages, bshd)
+    if differentiable(q, k, v, options.sink_logits):
+        raise Unsupported("q, k, v and sink_logits must ask for no gradient with pages; call it under torch.no_grad()")
+    sinks = options.sink_logits
+    if sinks is not None:
+        _, sinks, _ = vectors_of(q, None, sinks, None)
+        if not isinstance(sinks, Tensor) or sinks.shape != given.q.shape[1:2] or not sinks.is_floating_point():
+            raise ValueError(f"sink_logits must be a float tensor (H,) = ({given.q.shape[1]},); got {describe(sinks)}")
+        if sinks.device != q.device:
+            raise ValueError(f"sink_logits must be a tensor on q's device, {q.device}; got {describe(sinks)}")
+    options = options._replace(sink_logits=None, layout="bhnd")
+    layout = pattern if isinstance(pattern, PagedLayout) else paged_layout(given, pattern, options)
+    if layout.facts != given.facts or layout.token.device != q.device:
+        raise ValueError(
+            f"pattern was made on {layout.token.device} for (T, H, G, pages, page_size) = {layout.facts}; got "
+            f"{given.facts} on {q.device}"
+        )
+    (_, H, _), G = given.q.shape, given.k.shape[2]
+    rows = given.q.unflatten(1, (G, H // G))[layout.token, :, layout.head].transpose(0, 1)[None]
+    requests = []
+    for part in layout.parts:
+        keys, values = (_keys(name, x, layout, part) for name, x in (("k", given.k), ("v", given.v)))
+        requests.append(request_of(rows, keys, values, part.layout, options, ()))
+    return PagedCall(requests, given, layout, sinks, bshd, q.ndim)
+
+
+def device_layout_of_pages(
+    q: Any, k: Any, v: Any, packed: PackedSequences, options: AttentionOptions
+) -> PagedLayout:  # fmt: skip
+    """The layout of sequences in pages, which layers share.
+
+    Raises:
+        ValueError: as `paged_call`.
+    """
+    assert packed.pages is not None
+    _refuse(options, None)
+    given = _tensors(q, k, v, packed.pages, is_bshd(options.layout))
+    return paged_layout(given, packed, options._replace(sink_logits=None, layout="bhnd"))
+
+
+def _refuse(options: AttentionOptions, joining: Any) -> None:
+    """Raise Unsupported for options that say nothing of sequences in pages."""
+    names = ("q_offset", "key_starts", "key_lengths", "alibi_slopes", "alibi_distance")
+    for name, x in [*((name, getattr(options, name)) for name in names), ("merge", joining)]:
+        if x is not None:
+            raise Unsupported(f"{name} must be None with pages, whose positions are those within each sequence")
+
+
+def _tensors(q: Any, k: Any, v: Any, pages: Pages, bshd: bool) -> Paged:
+    """q, k and v in one form.
+
+    Raises:
+        ValueError: they do not fit each other and the pages.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
+            raise ValueError(f"{name} must be a strided torch tensor; got {describe(x)}")
+        if "float8" in dtype_of(x) or (name != "q" and not x.is_floating_point()):
+            raise Unsupported(f"{name} must be of {ACCEPTED}: caches of 8 bits are not computed; got {describe(x)}")
+        if dtype_of(x) not in FLOATS or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must be a tensor of {ACCEPTED}, of q's dtype and device, {dtype_of(q)} on {q.device}; got "
+                f"{describe(x)}"
+            )
+    form = "(T, H, D) or (1, T, H, D)" if bshd else "(H, T, D) or (1, H, T, D)"
+    if q.ndim not in (3, 4) or (q.ndim == 4 and known(q.shape[0] != 1)):
+        raise ValueError(f"q must be {form}, the queries of all sequences behind one another; got {describe(q)}")
+    one = q[0] if q.ndim == 4 else q
+    one = one if bshd else one.transpose(0, 1)
+    form = "(P, page_size, G, size)" if pages.page_layout == "pshd" else "(P, G, page_size, size)"
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be pages {form}; got {describe(x)}")
+        if x.shape[3] and known(x.shape[3] != 1) and x.stride(3) != 1:
+            raise ValueError(f"{name} must have a last stride of 1; got strides {x.stride()}")
+    if pages.page_layout == "phsd":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    H, D, G = one.shape[1], one.shape[2], k.shape[2]
+    if known(k.shape[1] != pages.page_size):
+        raise ValueError(
+            f"k must be pages {form} of page_size={pages.page_size} slots; got shape {tuple(k.shape)} of "
+            "(P, page_size, G, size)"
+        )
+    if known(k.shape[:3] != v.shape[:3]):
+        raise ValueError(f"v must have the pages, slots and heads of k, {tuple(k.shape[:3])}; got {tuple(v.shape[:3])}")
+    if not G or not H or known(H % G != 0):
+        raise ValueError(f"k must have a number of heads G that divides q's H={H}; got G={G}")
+    if not D or known(k.shape[3] != D) or not v.shape[3]:
+        raise ValueError(
+            f"k must have the head size of q, D={D}, and v one of at least 1; got {k.shape[3]} and {v.shape[3]}"
+        )
+    return Paged(one, k, v)
+
+
+def paged_layout(given: Paged, packed: PackedSequences, options: AttentionOptions) -> PagedLayout:
+    """The layout of sequences in pages. Nothing is read on the host but where numbers are checked, as on a CPU."""
+    pages, device = packed.pages, given.q.device
+    assert pages is not None
+    cu_seq_q, pages = packed.cu_seq_q, pages.placed(device)
+    if "cu_seq_q" in (packed.on_host or {}):
+        cu_seq_q = cu_seq_q.to(device)
+    for name, x in (("cu_seq_q", cu_seq_q), ("block_table", pages.block_table), ("seqused_k", pages.seqused_k)):
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device, {device}; got {describe(x)}")
+    T, H, G, P, size = given.facts
+    packed._check_edges("cu_seq_q", "cu_seq_q", T, "T")
+    table, ratio, (R, n) = pages.block_table, H // G, pages.block_table.shape
+    tile, between = _plan(given, -(-T // max(1, R)) * ratio, options)
+    if 0 in (T, R, n, P):
+        if pages.read():
+            pages.check_numbers(torch.zeros_like(table, dtype=torch.bool), P)
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+        return PagedLayout(pages, given.facts, None, nothing, nothing, nothing, (), repr(packed))
+    used, exact = narrow(pages.seqused_k, 0, n * size), is_read("Pages", False, table) and device.type == "cpu"
+    if exact:
+        n = max(1, -(-int(used.max()) // size))
+    sequences = Sequences(sorted_edges(cu_seq_q, T), used, packed.rule.reaches, n * size)
+    seen = sequences.seen().view(R, n, size)
+    if pages.read():
+        pages.check_numbers(torch.nn.functional.pad(seen.any(-1), (0, table.shape[1] - n)), P)
+    table = table[:, :n]
+    there = (table >= 0) & (table < P)
+    listed = Table(table.masked_fill(~there, 0).int(), (seen & there[..., None]).view(R, n * size), size)
+    block_q, _ = tile
+    queries = query_tiles(sequences, T, ratio, block_q)
+    parts = listed.parts(Layouts(sequences, queries, tile, ratio), P, between, exact)
+    how = COPIES if between is None else TILES
+    return PagedLayout(
+        pages, given.facts, between, queries.token.view(-1), queries.head.view(-1), queries.place, tuple(parts),
+        f"{packed!r}: {how}",
+    )  # fmt: skip
+
+
+def _plan(given: Paged, rows: int, options: AttentionOptions) -> tuple[Tile, int | None]:
+    """The tile of the kernel that would compute tiles of so many rows, and the rows of the pool from page to page.
+
+    None where the pool is not read where it is: a page is no whole number of its tiles, or it would be copied.
+
+    Raises:
+        ValueError: an argument is wrong; `Unsupported` where nothing computes it.
+    """
+    q, k, v = given
+    P, size, G, _ = k.shape
+    rows_like, keys, values = (x.new_empty((1, 1, 1, 1)).expand(1, G, max(1, rows), x.shape[-1]) for x in given)
+    a = arguments_of(rows_like, keys, values, coerced(q, options, ()))
+    validate(a)
+    tile = tile_of(a, None)
+    if q.device.type not in IN_PLACE or cast_type(q) not in (None, q.dtype):
+        return tile, None
+    between = {_between(x) for x in (k, v)}
+    step = None if len(between) > 1 else between.pop()
+    if step is None or (P - 1) * step + size > MOST_POSITIONS:
+        return tile, None
+    for candidate in (tile, NARROW):
+        _, block_kv = candidate
+        if size % block_kv == step % block_kv == 0 and (candidate == tile or _able(a, candidate)):
+            return candidate, step
+    return tile, None
+
+
+def _between(x: Tensor) -> int | None:
+    """Rows of a pool (P, page_size, G, size) from page to page; None where it is no sequence of aligned rows."""
+    of_page, row, head, _ = x.stride()
+    aligned = not any(n <= 0 or n * x.element_size() % ALIGNED for n in (of_page, row, head))
+    if not aligned or of_page % row or x.storage_offset() * x.element_size() % ALIGNED:
+        return None
+    return of_page // row
+
+
+def _able(a: Arguments, tile: Tile) -> bool:
+    """Whether tiles other than the preferred ones are computed."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        plan_of(problem_of(a, (*tile, *a.q.shape[2:3], *a.k.shape[2:3], 1)), a.implementation)
+    except Unsupported:
+        return False
+    return True
+
+
+def _keys(name: str, x: Tensor, layout: PagedLayout, part: Part) -> Tensor:
+    """k or v of a part, (1, G, N, size)."""
+    P, size, G, width = x.shape
+    if part.copied is not None:
+        pages, unseen = part.copied
+        listed = x.index_select(0, pages).reshape(-1, G, width).masked_fill_(unseen[:, None, None], 0)
+        return listed.transpose(0, 1)[None]
+    assert layout.between is not None
+    if _between(x) != layout.between:
+        raise ValueError(
+            f"{name} must have pages {layout.between} rows apart, as those that pattern was made for; got strides "
+            f"{x.stride()} of (pages, slots, heads, size)"
+        )
+    rows, (_, row, head, last) = rows_of_pool(P, size, layout.between), x.stride()
+    return x.as_strided((1, G, rows, width), (rows * row, head, row, last))
