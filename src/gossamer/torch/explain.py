@@ -36,6 +36,7 @@ from gossamer.torch.arguments import (
 from gossamer.torch.calls import read_q_offset, results_in_bshd
 from gossamer.torch.decoding import for_one_query, seen_by_one_query
 from gossamer.torch.mask_layouts import unpack
+from gossamer.torch.paged import PagedCall, PagedLayout, paged_call
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
     check_distances,
@@ -50,7 +51,7 @@ from gossamer.torch.planning import (
 from gossamer.torch.reorder import check_order
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.scale import with_number
-from gossamer.torch.structure import Structure
+from gossamer.torch.structure import PackedSequences, Structure
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -280,7 +281,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | Structure | int | BlockLayout | BlockMask | Tensor | None = None,
+    pattern: Pattern | Structure | int | BlockLayout | PagedLayout | BlockMask | Tensor | None = None,
     *,
     scale: float | Tensor | None = None,
     q_offset: int | Tensor | None = None,
@@ -331,6 +332,8 @@ def explain(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
         deterministic, layout,
     )  # fmt: skip
+    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
+        return _of_pages(paged_call(q, k, v, pattern, options), options)
     if isinstance(q_offset, Tensor) or key_starts is not None:
         bshd = is_bshd(layout)
         seen = seen_by_one_query(q, k, v, pattern, options, bshd)
@@ -413,6 +416,19 @@ def _of_nothing(p: Problem, plan: Plan, size: int, structure: str | None) -> Exp
         tile=(0, 0), density=0.0, tiles={}, useful_flops=0.0, executed_flops=0.0, bytes=size, layout_bytes=0,
         structure=structure,
     )  # fmt: skip
+
+
+def _of_pages(paged: PagedCall, options: AttentionOptions) -> Explanation:
+    """What a call over pages does: that of its calls which executes most, whose queries are rows of tiles."""
+    rest = options._replace(sink_logits=None, layout=BHND)._asdict()
+    found = [explain(r.arguments.q, r.arguments.k, r.arguments.v, r.attended.alive, **rest) for r in paged.requests]
+    if not found:
+        q, k, v = paged.given
+        nothing = (x[:0].flatten(0, 1).transpose(0, 1)[None] for x in (k, v))
+        found = [explain(q.transpose(0, 1)[None], *nothing, **rest)]
+    most = max(found, key=lambda x: x.executed_flops)
+    calls = [f"{x.implementation} over {x.problem.K:,} keys, {x.executed_flops / 1e9:,.3f} GFLOP" for x in found]
+    return replace(most, structure=paged.layout.source, parts=tuple(calls) if len(calls) > 1 else ())
 
 
 def _of_seen_keys(structured: Explanation, copies: dict[str, str]) -> Explanation:

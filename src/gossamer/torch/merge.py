@@ -20,16 +20,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
-        outs, lses = given[: len(given) // 2], given[len(given) // 2 :]
-        (first, *_), (lse, *others) = outs, lses
-        dtype = compute_dtype(first.dtype)
-        lse = lse.to(dtype)
-        for x in others:
-            lse = torch.logaddexp(lse, x.to(dtype))
-        out = torch.zeros_like(first, dtype=dtype)
-        for w, x in zip(_weights(lses, lse), outs, strict=True):
-            out.addcmul_(w, x.to(dtype))
-        out = out.to(first.dtype)
+        out, lse = combined(given[: len(given) // 2], given[len(given) // 2 :])
         ctx.save_for_backward(out, lse, *given)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -48,6 +39,19 @@ class _Combine(torch.autograd.Function):
             douts.append((w * dout).to(x.dtype))
             dlses.append((w.squeeze(-1) * (pull if dlse is None else pull + dlse)).to(y.dtype))
         return *douts, *dlses
+
+
+def combined(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) as `merge` gives them, without a gradient."""
+    (first, *_), (lse, *others) = outs, lses
+    dtype = compute_dtype(first.dtype)
+    lse = lse.to(dtype)
+    for x in others:
+        lse = torch.logaddexp(lse, x.to(dtype))
+    out = torch.zeros_like(first, dtype=dtype)
+    for w, x in zip(_weights(lses, lse), outs, strict=True):
+        out.addcmul_(w, x.to(dtype))
+    return out.to(first.dtype), lse
 
 
 def _weights(lses: Sequence[Tensor], lse: Tensor) -> list[Tensor]:

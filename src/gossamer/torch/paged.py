@@ -35,7 +35,7 @@ from gossamer.torch.arguments import (
     vectors_of,
 )
 from gossamer.torch.key import differentiable
-from gossamer.torch.merge import merge
+from gossamer.torch.merge import combined
 from gossamer.torch.planning import problem_of
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.structure.base import is_read, narrow, sorted_edges
@@ -98,13 +98,13 @@ class PagedCall(NamedTuple):
             wide = torch.float64 if q.dtype == torch.float64 else torch.float32
             out, lse = q.new_zeros(H, T, E), q.new_full((H, T), -math.inf, dtype=wide)
         else:
-            out, lse = results[0] if len(results) == 1 else merge(*map(list, zip(*results, strict=True)))
+            out, lse = results[0] if len(results) == 1 else combined(*zip(*results, strict=True))
             G, place = out.shape[1], self.layout.place
             out = out[0].index_select(1, place).view(G, T, H // G, E).transpose(1, 2).reshape(H, T, E)
             lse = lse[0].index_select(1, place).view(G, T, H // G).transpose(1, 2).reshape(H, T)
         if self.sinks is not None:  # heads of a group are rows of one tile, and kernels take a sink for each head
             sinks = self.sinks.to(lse.dtype)[:, None].expand(H, T)
-            out, lse = merge([out, torch.zeros_like(out)], [lse, sinks])
+            out, lse = combined([out, torch.zeros_like(out)], [lse, sinks])
         if self.bshd:
             out = out.transpose(0, 1)
         out = out.contiguous()
@@ -288,7 +288,9 @@ def _between(x: Tensor) -> int | None:
     """Rows of a pool (P, page_size, G, size) from page to page; None where it is no sequence of aligned rows."""
     of_page, row, head, _ = x.stride()
     aligned = not any(n <= 0 or n * x.element_size() % ALIGNED for n in (of_page, row, head))
-    if not aligned or of_page % row or x.storage_offset() * x.element_size() % ALIGNED:
+    if not torch.compiler.is_compiling():  # where addresses are not known
+        aligned = aligned and x.data_ptr() % ALIGNED == 0
+    if not aligned or of_page % row:
         return None
     return of_page // row
 

@@ -142,6 +142,6 @@ def _of_pages(
 
 def check_out(out: Any, q: Tensor, v: Tensor) -> None:
     """Raise ValueError unless results can be written to `out`."""
-    shape = (*q.shape[:2], v.shape[2])
+    shape = (*q.shape[:2], v.shape[-1])
     if not isinstance(out, Tensor) or out.shape != shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(f"out must be a tensor {shape} of {q.dtype} on {q.device}; got {describe(out)}")
