@@ -31,10 +31,18 @@ def chosen(**options: Any) -> Any:
     return made.block_size, *made.tensors
 
 
+def over_pages(most: Any) -> torch.Tensor:
+    pools = (x.transpose(1, 2).unflatten(1, (8, 8))[0] for x in (k, v))
+    table = torch.tensor([[2, 7, 9]])  # of which the third is not looked at, and does not exist
+    return gs.varlen(q[0, :, :5].transpose(0, 1), *pools, [0, 5], max_k=most, seqused_k=[12], block_table=table)
+
+
 # By (callable, parameter): the call as a function of the number, and the number.
 ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("BlockIndices", "block_size"): (lambda n: gs.BlockIndices(torch.tensor([[0]]), n), 64),
     ("DocumentIds.from_cu_seqlens", "length"): (lambda n: gs.DocumentIds.from_cu_seqlens(torch.tensor([0, 9]), n), 9),
+    ("Pages", "page_size"): (lambda n: gs.Pages(torch.tensor([[0]]), [3], n), 16),
+    ("varlen", "max_k"): (over_pages, 12),
     ("attention", "q_offset"): (lambda n: gs.attention(q, k, v, window, q_offset=n), 3),
     ("device_layout", "q_offset"): (lambda n: gs.device_layout(q, k, v, gs.DocumentIds(ids), q_offset=n), 3),
     ("explain", "q_offset"): (lambda n: gs.explain(q, k, v, window, q_offset=n), 3),
@@ -121,13 +129,13 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("SplashAttention", "head_dim"): (lambda n: gossamer.nn.SplashAttention(n), 8),
     ("SplashAttention", "k_keep"): (lambda n: gossamer.nn.SplashAttention(8, k_keep=n), 8),
 }  # fmt: skip
-# What a library calls with numbers of its own; `pattern` is a handle (below), and max_q, max_k are not read.
+# What a library calls with numbers of its own; `pattern` is a handle (below), and max_q is not read.
 OWN = {
     "at", "check", "listed_pairs", "tile_candidates", "cuda", "ipu", "mtia", "xpu", "to_empty", "scores", "position",
-    "room",
+    "room", "up_to", "check_numbers",
 }  # fmt: skip
 READ_LATER = {("device_layout", "q_offset"), ("explain", "q_offset")}  # a tensor is an offset that the device knows
-UNREAD = {("varlen", "max_q"), ("varlen", "max_k")}
+UNREAD = {("varlen", "max_q")}
 
 
 def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
