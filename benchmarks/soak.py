@@ -38,6 +38,7 @@ FAMILIES = {
     "blocks": "soak_blocks",
     "lists": "soak_lists",
     "packed": "soak_packed",
+    "pages": "soak_pages",
     "repeated": "soak_repeated",
 }
 LIMIT = {"cpu": 60.0, "cuda": 180.0}  # seconds of a call; the first of a process may compile kernels

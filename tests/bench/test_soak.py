@@ -30,6 +30,7 @@ FAMILIES = {  # how many calls of each are computed here
     "blocks": 40,
     "lists": 60,
     "packed": 80,
+    "pages": 60,
     "repeated": 15,
 }
 

@@ -177,14 +177,6 @@ def attention(
         pattern = pattern_of(pattern)
     if scale is not None and isinstance(scale, Tensor):
         q, scale = with_number(q, scale)
-    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
-        options = AttentionOptions(
-            scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,
-            implementation, deterministic, layout,
-        )  # fmt: skip
-        paged = paged_call(q, k, v, pattern, options, merge)
-        out, lse = paged.joined([_run(request, None) for request in paged.requests])
-        return (out, lse) if return_lse else out
     if merge is None and (isinstance(q_offset, Tensor) or key_starts is not None):
         options = AttentionOptions(
             scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,
@@ -218,7 +210,10 @@ def attention(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
         deterministic, layout,
     )  # fmt: skip
-    if merge is None:
+    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
+        paged = paged_call(q, k, v, pattern, options, merge)
+        out, lse = paged.joined([_run(request, None) for request in paged.requests])
+    elif merge is None:
         found = None if compiling or key is not None else by_structure(q, k, v, pattern, options, vectors)
         out, lse = _run(request_of(q, k, v, pattern, options, vectors), key) if found is None else found
     else:

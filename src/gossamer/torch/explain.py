@@ -424,7 +424,7 @@ def _of_pages(paged: PagedCall, options: AttentionOptions) -> Explanation:
     found = [explain(r.arguments.q, r.arguments.k, r.arguments.v, r.attended.alive, **rest) for r in paged.requests]
     if not found:
         q, k, v = paged.given
-        nothing = (x[:0].flatten(0, 1).transpose(0, 1)[None] for x in (k, v))
+        nothing = (x.flatten(0, 1).narrow(0, 0, 0).transpose(0, 1)[None] for x in (k, v))
         found = [explain(q.transpose(0, 1)[None], *nothing, **rest)]
     most = max(found, key=lambda x: x.executed_flops)
     calls = [f"{x.implementation} over {x.problem.K:,} keys, {x.executed_flops / 1e9:,.3f} GFLOP" for x in found]

@@ -100,8 +100,8 @@ class PagedCall(NamedTuple):
         else:
             out, lse = results[0] if len(results) == 1 else combined(*zip(*results, strict=True))
             G, place = out.shape[1], self.layout.place
-            out = out[0].index_select(1, place).view(G, T, H // G, E).transpose(1, 2).reshape(H, T, E)
-            lse = lse[0].index_select(1, place).view(G, T, H // G).transpose(1, 2).reshape(H, T)
+            out = out.index_select(2, place).view(G, T, H // G, E).transpose(1, 2).reshape(H, T, E)
+            lse = lse.index_select(2, place).view(G, T, H // G).transpose(1, 2).reshape(H, T)
         if self.sinks is not None:  # heads of a group are rows of one tile, and kernels take a sink for each head
             sinks = self.sinks.to(lse.dtype)[:, None].expand(H, T)
             out, lse = combined([out, torch.zeros_like(out)], [lse, sinks])
@@ -191,7 +191,7 @@ def _tensors(q: Any, k: Any, v: Any, pages: Pages, bshd: bool) -> Paged:
     form = "(T, H, D) or (1, T, H, D)" if bshd else "(H, T, D) or (1, H, T, D)"
     if q.ndim not in (3, 4) or (q.ndim == 4 and known(q.shape[0] != 1)):
         raise ValueError(f"q must be {form}, the queries of all sequences behind one another; got {describe(q)}")
-    one = q[0] if q.ndim == 4 else q
+    one = q.squeeze(0) if q.ndim == 4 else q
     one = one if bshd else one.transpose(0, 1)
     form = "(P, page_size, G, size)" if pages.page_layout == "pshd" else "(P, G, page_size, size)"
     for name, x in (("k", k), ("v", v)):

@@ -31,12 +31,12 @@ class Sequences(NamedTuple):
     def seen(self) -> Tensor:
         """Which slots some query of a sequence may see, (R, slots): for each reach a run, whatever its step."""
         first, last = self.used - self.lengths, self.used - 1
-        ends, slot = torch.stack([first, last], 1), numbers(self.slots, first)
+        slot = numbers(self.slots, first)
         found = torch.zeros((len(first), self.slots), dtype=torch.bool, device=first.device)
         for reach in self.reaches:
             if reach.longest != 0:  # else no query sees a key, wherever the ends are
-                lo, hi = reach.bounds(ends, self.slots)
-                found |= (slot >= lo[:, :1]) & (slot < hi[:, 1:])
+                lo, hi = reach.bounds(first, self.slots).lo, reach.bounds(last, self.slots).hi
+                found |= (slot >= lo[:, None]) & (slot < hi[:, None])
         return found & (slot < self.used[:, None]) & (self.lengths > 0)[:, None]
 
 
@@ -64,10 +64,11 @@ def query_tiles(of: Sequences, T: int, ratio: int, block_q: int) -> QueryTiles:
     """
     cu, lengths, (R,) = of.cu, of.lengths, of.used.shape
     tiles = (lengths * ratio + (block_q - 1)) // block_q
-    edges = torch.cat([tiles.new_zeros(1), tiles.cumsum(0, dtype=torch.int32)])
+    ends = tiles.cumsum(0, dtype=torch.int32)
+    edges = torch.cat([tiles.new_zeros(1), ends])
     most = -(-T * ratio // block_q) + R  # one more than there are: all but one sequence may end within a tile
     tile = numbers(most, cu)
-    sequence = torch.searchsorted(edges[1:], tile, right=True, out_int32=True).clamp(max=R - 1)
+    sequence = torch.searchsorted(ends, tile, right=True, out_int32=True).clamp(max=R - 1)
     row = ((tile - edges[sequence]) * block_q)[:, None] + numbers(block_q, cu)
     row = torch.minimum(row, (lengths[sequence] * ratio - 1)[:, None]).clamp(min=0)
     step = row // ratio
@@ -173,7 +174,7 @@ class Table(NamedTuple):
         pages = pages.masked_fill(~seen.view(R, M, of_unit, size).any(-1), 0).view(R * M, of_unit)
         unseen, number = ~(seen & listed[..., None]).view(R * M, unit), numbers(R * M, units).view(R, M)
         if exact:
-            kept = listed.view(-1).nonzero()[:, 0]
+            kept = listed.view(-1).nonzero().squeeze(1)
             if not len(kept):
                 return None
             number = (listed.view(-1).cumsum(0, dtype=torch.int32) - 1).clamp(min=0).view(R, M)

@@ -129,5 +129,5 @@ class Pages:
             )
         wrong = seen & ((self.block_table < 0) | (self.block_table >= pages))
         if bool(wrong.any()):
-            first = int(self.block_table[wrong][0])
+            first, *_ = self.block_table[wrong].tolist()
             raise ValueError(f"block_table must name pages in [0, {pages}) where keys are seen; got {first}")
