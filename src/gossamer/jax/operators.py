@@ -24,6 +24,7 @@ from gossamer.jax.arguments import is_empty
 from gossamer.jax.blocked import Gradients
 from gossamer.jax.kernels import call, targets
 from gossamer.jax.kernels.recipes import Recipe
+from gossamer.jax.once import once
 from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import Config, Vectors
 from gossamer.kernels.launch import Direction
@@ -53,7 +54,8 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
         recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
     forward = _directed("forward", config, present, recipe)
-    forward_once, backward_once = _once(forward), _once(_directed("backward", config, present, recipe))
+    forward_once = once(forward, FORWARD_MODE)
+    backward_once = once(_directed("backward", config, present, recipe), FORWARD_MODE)
 
     @jax.custom_vjp
     def attend(
@@ -109,20 +111,6 @@ def _directed(direction: Direction, config: Config, present: Present, recipe: Re
 
     wrapped = _batched(_partitioned(function, config, present), folded)
     return jax.jit(wrapped)
-
-
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function within a gradient, which raises where it is differentiated again."""
-
-    @jax.custom_jvp
-    def attention_gradient(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    @attention_gradient.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise TypeError(FORWARD_MODE)
-
-    return attention_gradient
 
 
 def _of(lists: Lists, direction: Direction) -> dict[str, Array]:
