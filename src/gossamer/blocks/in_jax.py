@@ -43,6 +43,11 @@ class SelectedBlocks(Prepared):
         [[0, -1], [0, 1]]
         >>> chosen.covered.shape
         (1, 2, 4)
+        >>> chosen = gsj.topk_blocks(q, q, topk=3, causal=True, score="bound")
+        >>> out, lse = gsj.attention(q, q, q, chosen, return_residual=True)
+        >>> every = gsj.attention(q, q, q, gs.Causal(), return_residual=True)[1]
+        >>> bool((chosen.kept_mass(lse) <= jnp.exp(lse - every) * (1 + 1e-5)).all())
+        True
     """
 
     indices: Array
@@ -77,14 +82,6 @@ class SelectedBlocks(Prepared):
         Raises:
             Unsupported: the blocks were chosen with another score than "bound".
             ValueError: `lse` is no such array.
-
-        Examples:
-            >>> q = jax.random.normal(jax.random.key(0), (1, 256, 2, 32))
-            >>> chosen = gsj.topk_blocks(q, q, topk=3, causal=True, score="bound")
-            >>> out, lse = gsj.attention(q, q, q, chosen, return_residual=True)
-            >>> every = gsj.attention(q, q, q, gs.Causal(), return_residual=True)[1]
-            >>> bool((chosen.kept_mass(lse) <= jnp.exp(lse - every) * (1 + 1e-5)).all())
-            True
         """
         o, q, k = self.options, self.query, self.key
         if not o.bound:

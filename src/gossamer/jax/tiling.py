@@ -29,14 +29,19 @@ class Vectors(NamedTuple):
     alibi_slopes: Array | None = None  # (H,) or (B, H) likewise
 
 
+class Numbers(NamedTuple):
+    """The numbers among the score terms, arguments of programs: (1,) in the type of the arithmetic."""
+
+    scale: Array
+    softcap: Array | None = None
+
+
 class Config(NamedTuple):
-    """What is known of a call beside its arrays: the layout's extents and the numbers among the score terms."""
+    """What is known of a call beside its arrays and numbers: the layout's extents, and how positions count."""
 
     rows: Extent
     columns: Extent
-    scale: float
     q_offset: int
-    softcap: float | None = None
     absolute: bool = False  # of ALiBi's distances
 
 
@@ -377,16 +382,16 @@ class Scored(NamedTuple):
     tanh: Array | None  # of the score over its soft cap
 
 
-def score(config: Config, s: Array, keep: Array, i: Array, j: Array, slopes: Any) -> Scored:
+def score(config: Config, numbers: Numbers, s: Array, keep: Array, i: Array, j: Array, slopes: Any) -> Scored:
     """Products as scores, -inf of a pair that is not attended.
 
     Args:
         s: q k^T; keep, i, j, slopes: broadcast to it. i and j are rows of queries and keys.
     """
-    s, tanh = s * s.dtype.type(config.scale), None
-    if config.softcap is not None:
-        tanh = jnp.tanh(s / s.dtype.type(config.softcap))
-        s = tanh * s.dtype.type(config.softcap)
+    s, tanh = s * numbers.scale, None
+    if numbers.softcap is not None:
+        tanh = jnp.tanh(s / numbers.softcap)
+        s = tanh * numbers.softcap
     if slopes is not None:
         distance = (j - (i + config.q_offset)).astype(s.dtype)
         s = s + slopes * (-jnp.abs(distance) if config.absolute else distance)
