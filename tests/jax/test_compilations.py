@@ -65,6 +65,50 @@ def test_another_mask(d: int, rows: int, together: Any, compiled: Any) -> None:
             assert not compiled(lambda call=call, mask=mask: call(mask))  # type: ignore[misc]
 
 
+def test_other_numbers(compiled: Any) -> None:
+    """`scale` and `softcap` are arguments of programs, of a call at once, of its gradient, and with a mask."""
+    q, *_ = arrays(1, 2, 70, 4, 16)
+    (x,) = arrays(1, N, 3)
+    mask = gsj.create_sparsity_mask(x, share=0.06)
+
+    def both(scale: float, softcap: float | None) -> Any:
+        loss = lambda q: gsj.attention(q, q, q, gs.SlidingWindow(20), scale=scale, softcap=softcap).sum()  # noqa: E731
+        return jax.grad(loss)(q), gsj.attention(q, q, q, gs.SlidingWindow(20), scale=scale, softcap=softcap)
+
+    def plain(scale: float, softcap: float) -> Any:
+        return gsj.attention(q, q, q, gs.Causal(), scale=scale, softcap=softcap, implementation="blocked")
+
+    def sparse(scale: float, softcap: float) -> Any:
+        return gsj.sparse_attention(x, x, x, mask, scale=scale, softcap=softcap)
+
+    def entmax(scale: float, alpha: float) -> Any:
+        return gsj.entmax_attention(q, q, q, gs.Causal(), scale=scale, alpha=1 + alpha / 100)
+
+    for call in (both, plain, sparse, entmax):
+        one = call(0.3, 20.0)
+        assert not compiled(lambda call=call: call(0.7, 31.0))  # type: ignore[misc]
+        assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (one, call(0.7, 31.0))), strict=True))
+    both(0.3, None)
+    assert not compiled(lambda: both(-0.1, None))
+
+
+def test_a_second_derivative_takes_no_memory(compiled: Any) -> None:
+    """It is refused before anything of it is compiled or computed."""
+    (q,) = arrays(1, 1, 77, 2, 16)
+    for function in (gsj.attention, gsj.entmax_attention):
+        slope = jax.grad(lambda q, function=function: function(q, q, q, gs.SlidingWindow(33)).sum())
+        for second in (jax.jacrev(slope), jax.hessian(slope), jax.jit(jax.jacrev(slope))):
+
+            def attempt(second: Any = second) -> None:
+                with pytest.raises(TypeError, match="no forward mode and no second derivative"):
+                    second(q)
+
+            before = {id(x) for x in jax.live_arrays()}
+            attempt()
+            made = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+            assert made < q.nbytes, "no more than lists"
+
+
 def test_lists_of_neighbours(compiled: Any) -> None:
     q, x, moved = arrays(3, N, 3)
     one, other = (gsj.create_sparsity_mask(at, 0.8, capacity=64) for at in (x, moved))

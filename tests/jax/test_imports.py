@@ -44,6 +44,7 @@ def test_torch_is_never_imported() -> None:
         "jax.grad(lambda x: gsj.attention(x, x, x, pattern, key_lengths=[70], sink_logits=jnp.ones(2)).sum())(x)\n"
         "gsj.explain(x, x, x, pattern)\n"
         "gsj.sparse_attention(x, x, x, gsj.create_sparsity_mask(x[0, :, 0], 1.0))\n"
+        "gsj.entmax_attention(x, x, x, gsj.topk_blocks(x, x, topk=2, causal=True))\n"
         "from gossamer import particles as gp\n"
         "neighbors = gp.Neighbors.allocate(x[0, :, 0, :3], 1.0)\n"
         "gp.radial_sum(neighbors.cells, gp.neighbor_attention(x[0], x[0], x[0], neighbors)[:, 0], gp.Gaussian(1.0))\n"

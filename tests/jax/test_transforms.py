@@ -238,11 +238,48 @@ def test_at_compile_time() -> None:
     same(jax.jit(lambda y: jax.tree.map(lambda one: one * y, constant()))(1.0), want)
 
 
-def test_explicit_axes_are_refused() -> None:
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=str)
+def test_explicit_axes(spec: P) -> None:
+    """Batch elements or heads on several devices: forward and gradient, results where the query is."""
+    mesh, rng = mesh_of(AxisType.Explicit), np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((4, 70, heads, 16)), jnp.float32) for heads in (8, 4, 4))
+    sinks = jnp.asarray(rng.standard_normal(8), jnp.float32)
+    plan = gsj.prepare(gs.SlidingWindow(20), q, k)
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any, plan: Any) -> Any:
+        return gsj.attention(q, k, v, plan, sink_logits=sinks, key_lengths=[70, 50, 0, 3], return_residual=True)
+
+    def both(q: Any, k: Any, v: Any, sinks: Any, plan: Any) -> Any:
+        total = lambda *x: sum((one**2).sum() for one in attend(*x, plan))  # noqa: E731
+        return attend(q, k, v, sinks, plan), jax.grad(total, (0, 1, 2, 3))(q, k, v, sinks)
+
+    for pattern in (plan, gs.Causal()):
+        run = (lambda *x, pattern=pattern: both(*x, pattern)) if pattern is not plan else both
+        more = (plan,) if pattern is plan else ()
+        want = run(q, k, v, sinks, *more)
+        with jax.set_mesh(mesh):
+            there = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v)]
+            found = jax.jit(run)(*there, sinks, *more)
+            (out, lse), (dq, dk, dv, _) = found
+            same(jax.tree.leaves(found), jax.tree.leaves(want))
+            at_once = attend(*there, sinks, pattern)
+            same(at_once, (out, lse))
+            for x in (out, lse, dq, dk, dv, *at_once):
+                assert tuple(x.sharding.spec)[: len(spec)] == tuple(spec)
+
+
+def test_explicit_axes_that_are_refused() -> None:
     mesh = mesh_of(AxisType.Explicit)
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    long = jnp.zeros((4, 64, 4, 16))
     with jax.set_mesh(mesh):
-        x = [jax.device_put(t, NamedSharding(mesh, P("x"))) for t in tensors()]
-        with pytest.raises(ValueError, match=r"explicit mesh axes.*it is over x: call attention inside jax\.shard_map"):
-            ours(*x)
-        with pytest.raises(ValueError, match="explicit mesh axes"):
-            jax.jit(ours)(*x)
+        with pytest.raises(
+            ValueError, match="query must be sharded over explicit mesh axes by batch elements and heads"
+        ):
+            gsj.attention(place(long, None, "x"), long, long)
+        with pytest.raises(ValueError, match="key must be sharded over explicit mesh axes as query is, or not at all"):
+            jax.jit(gsj.attention)(place(long, "x"), place(long, None, None, "x"), long)
+        with pytest.raises(ValueError, match=r"has gradients and batched axes inside of jax\.jit alone"):
+            jax.grad(lambda q: gsj.attention(q, long, long).sum())(place(long, "x"))
+        with pytest.raises(ValueError, match=r"this function has no rule; it is over x: call it inside jax\.shard_map"):
+            gsj.entmax_attention(place(long, "x"), long, long)

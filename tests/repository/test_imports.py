@@ -131,7 +131,11 @@ def test_type_checkers_see_the_public_names() -> None:
 
 def test_no_module_is_hidden() -> None:
     """A name of a package that a module of it has as well hides that module from `package.module`."""
-    of_jax = [f"gossamer.particles.{name}_jax" for name in ("in", "fused", "attend", "blocked", "listed", "once")]
+    rooms = {
+        "particles": ("in", "fused", "attend", "blocked", "listed", "once"), "blocks": ("in", "lists"),
+        "entmax": ("in", "rows", "selection", "thresholds"),
+    }  # fmt: skip
+    of_jax = [f"gossamer.{room}.{name}_jax" for room, names in rooms.items() for name in names]
     absent = ("gossamer.cosmos", "gossamer.jax", *of_jax) if importlib.util.find_spec("jax") is None else ()
     out = run(
         "import importlib, pkgutil, sys, gossamer\n"

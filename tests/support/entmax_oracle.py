@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support import entmax_definition as definition
+from tests.support.entmax_definition import Oracle, entmax, largest, threshold
 
-def threshold(scores: np.ndarray, alpha: float) -> float:
-    """tau of sum_j [(alpha - 1) s_j - tau]_+^(1 / (alpha - 1)) = 1, by bisection, for alpha > 1."""
-    x = (alpha - 1) * scores
-    low, high = x.max() - 1, x.max()
-    for _ in range(56):
-        tau = (low + high) / 2
-        if (np.maximum(x - tau, 0) ** (1 / (alpha - 1))).sum() >= 1:
-            low = tau
-        else:
-            high = tau
-    return low
-
-
-def entmax(scores: np.ndarray, alpha: float) -> np.ndarray:
-    """The weights of one row."""
-    if alpha == 1:
-        p = np.exp(scores - scores.max())
-    else:
-        p = np.maximum((alpha - 1) * scores - threshold(scores, alpha), 0) ** (1 / (alpha - 1))
-    return p / p.sum()
-
-
-def largest(scores: np.ndarray, k: int) -> np.ndarray:
-    """The k largest of one row, ascending; ties to the lowest."""
-    return np.sort(np.argsort(-scores, kind="stable")[:k])
-
-
-class Oracle(NamedTuple):
-    """float64, or as named."""
-
-    out: np.ndarray  # (B, H, Q, E)
-    p: np.ndarray  # (B, H, Q, K)
-    tau: np.ndarray  # (B, H, Q), inf in empty rows, -1 at alpha 1
-    certified: np.ndarray  # (B, H, Q) bool
-    kept: np.ndarray  # (B, H, Q, K) bool: which keys top_k keeps
+__all__ = ["Oracle", "attention", "entmax", "largest", "plain", "threshold"]
 
 
 def attention(
@@ -51,30 +17,11 @@ def attention(
     top_k: int | None = None, scale: float | None = None,
 ) -> Oracle:  # fmt: skip
     """Over q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); the mask broadcasts to (B, H, Q, K)."""
-    (B, H, Q, D), (_, G, K, _), E = q.shape, k.shape, v.shape[3]
-    q64, k64, v64 = (x.detach().double().cpu().numpy() for x in (q, k, v))
+    H, D = q.shape[1], q.shape[3]
+    x = (x.detach().double().cpu().numpy() for x in (q, k, v))
     alphas = np.broadcast_to(np.asarray(torch.as_tensor(alpha, dtype=torch.float64).detach()), (H,))
-    mask = np.broadcast_to(np.ones((1, 1), bool) if mask is None else np.asarray(mask), (B, H, Q, K))
-    scale = D**-0.5 if scale is None else scale
-    found = Oracle(
-        np.zeros((B, H, Q, E)), np.zeros((B, H, Q, K)), np.full((B, H, Q), np.inf), np.ones((B, H, Q), bool),
-        np.zeros((B, H, Q, K), bool),
-    )  # fmt: skip
-    for b, h, r in np.ndindex(B, H, Q):
-        (seen,) = np.nonzero(mask[b, h, r])
-        if not len(seen):
-            continue
-        g, a = h // (H // G), float(alphas[h])
-        s = scale * (k64[b, g, seen] @ q64[b, h, r])
-        among = np.arange(len(seen)) if top_k is None else largest(s, top_k)
-        keys = seen[among]
-        found.kept[b, h, r, keys] = True
-        found.p[b, h, r, keys] = entmax(s[among], a)
-        found.out[b, h, r] = found.p[b, h, r] @ v64[b, g]
-        found.tau[b, h, r] = -1 if a == 1 else threshold(s[among], a)
-        rest = np.delete(s, among)
-        found.certified[b, h, r] = not len(rest) or (a > 1 and (a - 1) * rest.max() <= found.tau[b, h, r])
-    return found
+    mask = None if mask is None else np.asarray(mask)
+    return definition.attention(*x, mask, alphas, top_k, D**-0.5 if scale is None else scale)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, alpha: float) -> Tensor:

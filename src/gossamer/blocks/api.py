@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from gossamer.blocks.checks import checked
 from gossamer.blocks.lists import Taken
 from gossamer.blocks.operator import by_kernels, choose, takes
 from gossamer.blocks.scores import row_bounds
@@ -31,7 +31,6 @@ from gossamer.torch.key import SIMPLE, Key, facts, places, plain
 from gossamer.torch.recording import Repeats
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure import BlockIndices
-from gossamer.torch.structure.chosen import BLOCKS
 
 CAUSAL = rule(Reach(right=0))
 
@@ -283,45 +282,10 @@ def _call(
         )
     q, k, _ = four_dimensional(q.detach(), k.detach(), k.detach(), bshd)
     validate(Arguments(q, k, k, None, None, None, None, None, scale, None, None, False, False, bshd))
-    block_size, topk, local, first = _checked(causal, block_size, topk, top_p, score, local, first, per)
-    Q, K = q.shape[2], k.shape[2]
-    C = -(-K // block_size)
-    straddles = (K - Q) % block_size != 0
-    always = min(C, first + (local + straddles + (0 if causal else local - 1) if local else 0))
-    if topk is not None and topk < always:
-        raise ValueError(
-            f"topk must be at least the {always} blocks that are always kept (first={first}, local={local}"
-            f"{', whose positions lie in two key blocks' if straddles and local else ''}); got {describe(topk)}"
-        )
+    block_size, n, local, first = checked(
+        q.shape[2], k.shape[2], causal, block_size, topk, top_p, score, local, first, per, whole, describe
+    )
     factor = float(q.shape[3] ** -0.5 if scale is None else scale)
-    n, local, first = C if topk is None else min(topk, C), min(local, C), min(first, C)
     options = (block_size, n, factor, per == "group", score == "bound", causal, local, first, top_p)
     choice = Choice(None, None, dims, block_size, causal, score, factor, cast_type(q))
     return BlocksCall(options, choice, bshd)
-
-
-def _checked(
-    causal: Any, block_size: Any, topk: Any, top_p: Any, score: Any, local: Any, first: Any, per: Any
-) -> tuple[int, int | None, int, int]:
-    """block_size, topk, local and first as integers."""
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False; got {describe(causal)}")
-    block = whole(block_size)
-    if block not in BLOCKS:
-        raise ValueError(f"block_size must be 64 or 128; got {describe(block_size)}")
-    if topk is None and top_p is None:
-        raise ValueError("topk or top_p must be given: how many key blocks are kept, or what part of their softmax")
-    kept = whole(topk)
-    if topk is not None and (kept is None or kept < 1):
-        raise ValueError(f"topk must be an integer of at least 1, or None; got {describe(topk)}")
-    number = isinstance(top_p, (int, float)) and not isinstance(top_p, bool) and math.isfinite(top_p)
-    if top_p is not None and not (number and 0 < top_p <= 1):
-        raise ValueError(f"top_p must be a number in (0, 1], or None; got {describe(top_p)}")
-    for name, x, names in (("score", score, ("mean", "bound")), ("per", per, ("head", "group"))):
-        if not isinstance(x, str) or x not in names:
-            raise ValueError(f'{name} must be "{names[0]}" or "{names[1]}"; got {describe(x)}')
-    always = whole(local), whole(first)
-    for name, given, n in (("local", local, always[0]), ("first", first, always[1])):
-        if n is None or n < 0:
-            raise ValueError(f"{name} must be an integer of at least 0; got {describe(given)}")
-    return block, kept, *always

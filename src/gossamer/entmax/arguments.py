@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import boolean, integer
+from gossamer.checks import boolean
+from gossamer.entmax.checks import check_alpha, check_alphas_inside, check_positions, number_of_keys
 from gossamer.entmax.options import IMPLEMENTATIONS, Options
 from gossamer.entmax.visible import (
     LayoutSource,
@@ -55,13 +56,13 @@ class Given(NamedTuple):
 
 def given(
     name: str, q: Any, k: Any, v: Any, pattern: Any, alpha: Any, top_k: Any, causal: Any, q_positions: Any,
-    k_positions: Any, scale: Any, implementation: Any, number_of_keys: str = "top_k", names: Names = NAMES,
+    k_positions: Any, scale: Any, implementation: Any, name_of_keys: str = "top_k", names: Names = NAMES,
 ) -> Given:  # fmt: skip
     """The arguments in one form; a compiled function checks values and shapes inside its operator.
 
     Args:
         name: of the function, for messages.
-        number_of_keys: the name of the argument top_k, which may be None by this name alone.
+        name_of_keys: the name of the argument top_k, which may be None by this name alone.
         names: of the positions, for messages.
 
     Raises:
@@ -75,9 +76,7 @@ def given(
         q, scale = with_number(q, scale)
     request = request_of(q, k, v, pattern, AttentionOptions(scale=scale))
     a = request.arguments
-    optional = number_of_keys == "top_k"
-    if top_k is not None or not optional:
-        top_k = integer(number_of_keys, top_k, minimum=1, otherwise=" or None" * optional)
+    top_k = number_of_keys(name_of_keys, top_k, optional=name_of_keys == "top_k")
     for label, x in zip(names, (q_positions, k_positions), strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a tensor of integers or None; got {describe(x)}")
@@ -104,22 +103,15 @@ def alphas(alpha: Any, q: Tensor) -> Tensor:
                 f"got {describe(alpha)}"
             )
         return alpha.expand(H)
-    check_alpha(alpha)
+    check_alpha(alpha, describe)
     return torch.full((H,), float(alpha), dtype=torch.float64, device=q.device)
-
-
-def check_alpha(alpha: Any) -> None:
-    """Raise ValueError for what is no number in [1, 2]."""
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 1 <= alpha <= 2:
-        raise ValueError(f"alpha must be a number in [1, 2] or a tensor (H,); got {describe(alpha)}")
 
 
 def check_alphas(alpha: Tensor) -> None:
     """Raise ValueError for numbers of a tensor that leave [1, 2]; one on the meta device has none."""
     inside = (alpha >= 1) & (alpha <= 2)
-    if not alpha.is_meta and not bool(inside.all()):
-        wrong = sorted(alpha.detach()[~inside].tolist())[:4]
-        raise ValueError(f"alpha must lie in [1, 2] in every head; got a tensor that holds {wrong}")
+    if not alpha.is_meta:
+        check_alphas_inside(alpha.detach()[~inside].tolist())
 
 
 def check(request: Request, call: Given, names: Names = NAMES) -> None:
@@ -145,15 +137,7 @@ def check(request: Request, call: Given, names: Names = NAMES) -> None:
         if x.dtype not in INTEGERS or x.device != q.device:
             raise ValueError(f"{label} must be integers (int8, uint8, int16, int32 or int64) on {q.device}; "
                              f"got {describe(x)}")  # fmt: skip
-        if not any(broadcasts(x, shape) for shape in wanted):
-            shapes = " or ".join(map(str, dict.fromkeys(wanted)))
-            raise ValueError(f"{label} must broadcast to {shapes}; got {describe(x)}")
-
-
-def broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether x broadcasts to a shape."""
-    own = (1,) * (len(shape) - x.ndim) + tuple(x.shape)
-    return len(own) == len(shape) and all(n in (1, want) for n, want in zip(own, shape, strict=True))
+        check_positions(label, x, wanted, describe)
 
 
 def visible_keys(q: Tensor, k: Tensor, options: Options) -> VisibleKeys:

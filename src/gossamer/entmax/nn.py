@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from gossamer.checks import integer
 from gossamer.entmax.api import attended, unbatched
-from gossamer.entmax.arguments import Names, check_alpha, check_alphas
+from gossamer.entmax.arguments import Names, check_alphas
 from gossamer.entmax.calls import EntmaxOptions
+from gossamer.entmax.checks import check_alpha
 from gossamer.torch.arguments import describe, number
 
 NAMES = Names("Q_idx", "K_idx")
@@ -49,7 +50,7 @@ class SplashAttention(nn.Module):
         self.k_keep = None if k_keep is None else integer("k_keep", k_keep, minimum=1, otherwise=" or None")
         if not isinstance(alpha, Tensor):
             alpha = number(alpha)
-            check_alpha(alpha)
+            check_alpha(alpha, describe)
         elif alpha.ndim > 1 or not alpha.is_floating_point():
             raise ValueError(
                 f"alpha must be a number, or a tensor of floating point of shape (H,) or (); got {describe(alpha)}"

@@ -7,7 +7,8 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("gossamer.jax needs jax; in a checkout of gossamer: pip install '.[jax]'", name="jax") from error
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from gossamer.jax import nn
 from gossamer.jax.api import attention
@@ -17,11 +18,26 @@ from gossamer.jax.prepared import Prepared, prepare
 from gossamer.jax.sparsity import create_sparsity_mask, sparse_attention
 from gossamer.jax.splash import from_splash
 
-__all__ = ["Prepared", "attention", "create_sparsity_mask", "explain", "from_splash", "nn", "prepare"]
-__all__ += ["prepare_blocks", "sparse_attention"]
+if TYPE_CHECKING:  # what type checkers and editors see
+    from gossamer.blocks.in_jax import SelectedBlocks, topk_blocks
+    from gossamer.entmax.in_jax import EntmaxAux, entmax_attention
+
+__all__ = ["EntmaxAux", "Prepared", "attention", "create_sparsity_mask", "entmax_attention", "explain", "from_splash"]
+__all__ += ["SelectedBlocks", "nn", "prepare", "prepare_blocks", "sparse_attention", "topk_blocks"]
+
+# Operations have rooms of their own, which stand above this one and are loaded on their first use.
+_ROOMS = {
+    "EntmaxAux": "gossamer.entmax.in_jax",
+    "SelectedBlocks": "gossamer.blocks.in_jax",
+    "entmax_attention": "gossamer.entmax.in_jax",
+    "topk_blocks": "gossamer.blocks.in_jax",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        found = globals()[name] = getattr(importlib.import_module(_ROOMS[name]), name)  # looked up once
+        return found
     if name != "Plan":
         raise AttributeError(f"module 'gossamer.jax' has no attribute {name!r}")
     import warnings

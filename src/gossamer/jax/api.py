@@ -8,9 +8,11 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, typeof
 
-from gossamer.jax import blocked, compat
+from gossamer.jax import blocked, compat, explicit
 from gossamer.jax.arguments import (
     Arguments,
     AttentionOptions,
@@ -27,7 +29,7 @@ from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, forward_of, operator
 from gossamer.jax.prepared import Asked, Prepared, for_call, offset_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
-from gossamer.jax.tiling import Config, Vectors
+from gossamer.jax.tiling import Config, Numbers, Vectors
 from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
 from gossamer.plan.arguments import check_ahead
@@ -137,6 +139,10 @@ def attention(
     options = AttentionOptions(
         scale, q_offset, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation, deterministic
     )
+    where = explicit.placed(query, key, value)
+    if where is not None:
+        out, lse = explicit.by_auto(attention, where, (query, key, value, pattern), options._asdict())
+        return (out, lse) if return_residual else out
     a = arguments_of(query, key, value, options, NAMES)
     q_offset = None if q_offset is None else a.q_offset
     asked = asked_of(a, q_offset)
@@ -145,9 +151,10 @@ def attention(
         _check_and_log(pattern, asked, implementation)
     present = tuple(0 if x is None else x.ndim for x in a.vectors)
     config = config_of(a, plan, q_offset, pattern)
+    numbers = numbers_of(a)
     run = _runs(config, present, plan.recipe, implementation)
     try:
-        out, lse = run(plan.rows, plan.columns, plan.lists, a.q, a.k, a.v, a.vectors)
+        out, lse = run(plan.rows, plan.columns, numbers, plan.lists, a.q, a.k, a.v, a.vectors)
     except TypeError as error:
         if "forward-mode" in str(error):
             raise TypeError(FORWARD_MODE) from error
@@ -155,9 +162,9 @@ def attention(
     if call_key is not None:
         again: Callable[..., Any]
         if implementation == "blocked":
-            again = partial(run, plan.rows, plan.columns, plan.lists)
+            again = partial(run, plan.rows, plan.columns, numbers, plan.lists)
         else:
-            again = partial(forward_of(config, present, plan.recipe), plan.rows, plan.lists.get("forward", {}))
+            again = partial(forward_of(config, present, plan.recipe), plan.rows, numbers, plan.lists.get("forward", {}))
         _known.put(call_key, Known(again, a.vectors, a.dims), plan.nbytes)
     out, lse = as_given(out, lse, a.dims)
     return (out, lse) if return_residual else out
@@ -211,7 +218,14 @@ def config_of(a: Arguments, plan: Prepared, q_offset: int | None, pattern: Any) 
     if a.vectors.alibi_slopes is None:  # else no program reads it: lists say which keys a query sees
         offset = 0
     absolute = a.alibi_distance == "absolute"
-    return Config(plan.row_extent, plan.column_extent, a.scale, offset, a.softcap, absolute)
+    return Config(plan.row_extent, plan.column_extent, offset, absolute)
+
+
+def numbers_of(a: Arguments) -> Numbers:
+    """The numbers of a call, on the device where it is computed at once."""
+    dtype = blocked.compute_type(a.q)
+    made = Numbers(np.full(1, a.scale, dtype), None if a.softcap is None else np.full(1, a.softcap, dtype))
+    return made if compat.is_staged() else jax.tree.map(jnp.asarray, made)
 
 
 def asked_of(a: Arguments, q_offset: int | None) -> Asked:
@@ -250,9 +264,10 @@ def _plain(config: Config) -> Operator:
 
     @jax.jit
     def attend(
-        rows: TileLists, columns: TileLists, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors
-    ) -> tuple[Array, Array]:
-        out, lse = blocked.forward(config, rows, q, k, v, vectors, differentiable=True)
+        rows: TileLists, columns: TileLists, numbers: Numbers, lists: Any, q: Array, k: Array, v: Array,
+        vectors: Vectors,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        out, lse = blocked.forward(config, rows, numbers, q, k, v, vectors, differentiable=True)
         return out, lse
 
     return attend

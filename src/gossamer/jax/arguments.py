@@ -129,8 +129,8 @@ def arguments_of(q: Any, k: Any, v: Any, o: AttentionOptions, names: Sequence[st
     for name, x in (("query", q), ("key", k), ("value", v)):
         if axes := compat.explicit_axes(x):
             raise ValueError(
-                f"{name} must not be sharded over explicit mesh axes, of which attention has no rule; it is over "
-                f"{', '.join(axes)}: call attention inside jax.shard_map, or make the mesh with AxisType.Auto"
+                f"{name} must not be sharded over explicit mesh axes, of which this function has no rule; it is over "
+                f"{', '.join(axes)}: call it inside jax.shard_map, or make the mesh with AxisType.Auto"
             )
     named = o.implementation is None or o.implementation in names
     raise_first([(named, "implementation", o.implementation, f"be None or one of {', '.join(names)}")], describe)

@@ -17,6 +17,7 @@ from gossamer.jax.tiles import TileLists
 from gossamer.jax.tiling import (
     Config,
     Items,
+    Numbers,
     Pairs,
     Read,
     Scored,
@@ -67,7 +68,14 @@ def compute_type(x: Array) -> jnp.dtype:
 
 
 def forward(
-    config: Config, lists: TileLists, q: Array, k: Array, v: Array, vectors: Vectors, differentiable: bool = False
+    config: Config,
+    lists: TileLists,
+    numbers: Numbers,
+    q: Array,
+    k: Array,
+    v: Array,
+    vectors: Vectors,
+    differentiable: bool = False,
 ) -> Results:
     """out and lse.
 
@@ -75,7 +83,7 @@ def forward(
         lists: of the rows.
         differentiable: loops are those that JAX can turn around, which takes each row as long as the longest.
     """
-    c = _Call.of(config, q, k, v)
+    c = _Call.of(config, numbers, q, k, v)
     qt, kt, vt = c.queries(q, lists), c.streamed_keys(k), c.streamed_keys(v)
 
     def body(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
@@ -128,15 +136,15 @@ def forward(
 
 
 def backward(
-    config: Config, rows: TileLists, columns: TileLists, q: Array, k: Array, v: Array, lse: Array, dout: Array,
-    delta: Array, vectors: Vectors,
+    config: Config, rows: TileLists, columns: TileLists, numbers: Numbers, q: Array, k: Array, v: Array, lse: Array,
+    dout: Array, delta: Array, vectors: Vectors,
 ) -> Gradients:  # fmt: skip
     """dq, dk and dv.
 
     Args:
         lse: (B, Q, H), +inf of a row that keeps nothing; delta: (B, Q, H), see `row_terms`.
     """
-    c = _Call.of(config, q, k, v)
+    c = _Call.of(config, numbers, q, k, v)
     of_rows = (q, dout, lse[..., None], delta[..., None])
     padding = (0.0, 0.0, jnp.inf, 0.0)
 
@@ -153,7 +161,7 @@ def backward(
             return (c.apply(ds, keys),)
 
         (dq,) = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
-        return (dq * c.dtype.type(config.scale),)
+        return (dq * numbers.scale,)
 
     def by_columns(items: Items, tiles: int, pieces: int) -> tuple[Array, ...]:
         k, v = (c.columns(x, items) for x in resident_keys)
@@ -169,7 +177,7 @@ def backward(
             return c.apply(ds, q), c.apply(p, do)
 
         dk, dv = c.loop(items, tiles, pieces, partial, lambda piece, done: _added(done, partial(piece)))
-        return dk * c.dtype.type(config.scale), dv
+        return dk * numbers.scale, dv
 
     if not (rows.groups and c.split.copies):
         return Gradients(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))
@@ -213,17 +221,18 @@ class _Call(NamedTuple):
     """What the steps of one call share."""
 
     config: Config
+    numbers: Numbers
     split: Split
     dtype: jnp.dtype
     precision: lax.Precision
 
     @classmethod
-    def of(cls, config: Config, q: Array, k: Array, v: Array) -> _Call:
+    def of(cls, config: Config, numbers: Numbers, q: Array, k: Array, v: Array) -> _Call:
         B, _, H, _ = q.shape
         # A product of floats in 32 bits must not be one of fewer; those of 16 bits are exact in any case.
         whole = q.dtype.itemsize > 2
         precision = lax.Precision.HIGHEST if whole else lax.Precision.DEFAULT
-        return cls(config, split_of(config.rows.lead, B, H, k.shape[2]), compute_type(q), precision)
+        return cls(config, numbers, split_of(config.rows.lead, B, H, k.shape[2]), compute_type(q), precision)
 
     def queries(self, x: Array, lists: TileLists, padding: float = 0.0) -> Array:
         rows = self.config.rows
@@ -299,7 +308,9 @@ class _Call(NamedTuple):
         slopes = slopes_of(self.split, vectors, items, extent.tiles)
         slopes = None if slopes is None else slopes[:, :, None, None]
         product = product.reshape(c, fold, extent.block_rows, -1)
-        found = score(self.config, product, pairs.keep, i[:, None, :, None], j.reshape(c, 1, 1, -1), slopes)
+        found = score(
+            self.config, self.numbers, product, pairs.keep, i[:, None, :, None], j.reshape(c, 1, 1, -1), slopes
+        )
         flat = (c, fold * extent.block_rows, -1)
         return Scored(found.s.reshape(flat), None if found.tanh is None else found.tanh.reshape(flat))
 
@@ -326,7 +337,9 @@ class _Call(NamedTuple):
         slopes = slopes_of(self.split, vectors, items, extent.tiles)
         slopes = None if slopes is None else slopes[:, None, None, :, None]
         product = product.reshape(c, extent.block_rows, -1, fold, extent.block_columns)
-        found = score(self.config, product, pairs.keep, i[:, None, :, None], j[:, :, None, None, None], slopes)
+        found = score(
+            self.config, self.numbers, product, pairs.keep, i[:, None, :, None], j[:, :, None, None, None], slopes
+        )
         flat = (c, extent.block_rows, -1)
         return Scored(found.s.reshape(flat), None if found.tanh is None else found.tanh.reshape(flat))
 

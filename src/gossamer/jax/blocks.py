@@ -106,7 +106,7 @@ def _walked(walk: Walk, most: int) -> Walked:
     T = Bl * Hl * walk.tiles
     every = [_entries(tiles, mask, T) for tiles, mask in ((walk.full, FULL), (walk.interval, INTERVAL))]
     row, column, mask = (jnp.concatenate(parts) for parts in zip(*every, strict=True))
-    order = jnp.argsort(row, stable=True)
+    order = jnp.lexsort((column, row))  # columns of a row ascend
     counts = (walk.full.counts + walk.interval.counts).reshape(-1)
     starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
     extent = Extent(

@@ -24,8 +24,9 @@ from gossamer.jax.arguments import is_empty
 from gossamer.jax.blocked import Gradients
 from gossamer.jax.kernels import call, targets
 from gossamer.jax.kernels.recipes import Recipe
+from gossamer.jax.once import once
 from gossamer.jax.tiles import TileLists
-from gossamer.jax.tiling import Config, Vectors
+from gossamer.jax.tiling import Config, Numbers, Vectors
 from gossamer.kernels.launch import Direction
 from gossamer.plan.problem import Unsupported
 
@@ -37,7 +38,7 @@ FORWARD_MODE = (
 )
 OTHER_SIZES = "its kernels have lists for other sizes, which were made of no pattern"
 MOST_OPERATORS = 1024
-LISTS = (TileLists, dict)  # what no axis of batch elements is folded into
+LISTS = (TileLists, Numbers, dict)  # what no axis of batch elements is folded into
 
 Operator = Callable[..., tuple[Array, Array]]
 Lists = dict[str, dict[str, Array]]  # by direction and name
@@ -46,31 +47,35 @@ Present = tuple[int, ...]  # dimensions of each of the vectors, 0 of one that a 
 
 @lru_cache(MOST_OPERATORS)
 def operator(config: Config, present: Present, recipe: Recipe | None = None) -> Operator:
-    """(out, lse) of (rows, columns, lists, q, k, v, vectors), with a gradient of its own.
+    """(out, lse) of (rows, columns, numbers, lists, q, k, v, vectors), with a gradient of its own.
 
     Args:
         present: which of the vectors a call has, by their dimensions.
         recipe: of kernels that compute it on a GPU; the lists are theirs, by direction.
     """
     forward = _directed("forward", config, present, recipe)
-    forward_once, backward_once = _once(forward), _once(_directed("backward", config, present, recipe))
+    forward_once = once(forward, FORWARD_MODE)
+    backward_once = once(_directed("backward", config, present, recipe), FORWARD_MODE)
 
     @jax.custom_vjp
     def attend(
-        rows: TileLists, columns: TileLists, lists: Lists, q: Array, k: Array, v: Array, vectors: Vectors
-    ) -> tuple[Array, Array]:
-        out, lse = forward(rows, _of(lists, "forward"), q, k, v, vectors)
+        rows: TileLists, columns: TileLists, numbers: Numbers, lists: Lists, q: Array, k: Array, v: Array,
+        vectors: Vectors,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        out, lse = forward(rows, numbers, _of(lists, "forward"), q, k, v, vectors)
         return out, lse
 
     def with_residuals(*arguments: Any) -> Any:
-        rows, columns, lists, q, k, v, vectors = arguments
-        out, lse = forward_once(rows, _of(lists, "forward"), q, k, v, vectors)
-        return (out, lse), (rows, columns, lists, q, k, v, vectors, out, lse)
+        rows, columns, numbers, lists, q, k, v, vectors = arguments
+        out, lse = forward_once(rows, numbers, _of(lists, "forward"), q, k, v, vectors)
+        return (out, lse), (rows, columns, numbers, lists, q, k, v, vectors, out, lse)
 
     def gradients(saved: Any, cotangents: Any) -> Any:
-        rows, columns, lists, q, k, v, vectors, out, lse = saved
+        rows, columns, numbers, lists, q, k, v, vectors, out, lse = saved
         dout, dlse = cotangents
-        dq, dk, dv = backward_once(rows, columns, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors)
+        dq, dk, dv = backward_once(
+            rows, columns, numbers, _of(lists, "backward"), q, k, v, out, lse, dout, dlse, vectors
+        )
         slopes = vectors.alibi_slopes
         of_vectors = Vectors(
             alibi_slopes=None if slopes is None else jnp.zeros_like(slopes)
@@ -81,14 +86,14 @@ def operator(config: Config, present: Present, recipe: Recipe | None = None) -> 
             dsinks = -(jnp.exp(sinks - terms.lse) * terms.delta).sum((0, 1)).astype(sinks.dtype)
             of_vectors = of_vectors._replace(sink_logits=compat.as_varying_as(dsinks, sinks))
         dq, dk, dv = (compat.as_varying_as(dx, x) for dx, x in ((dq, q), (dk, k), (dv, v)))
-        return None, None, None, dq, dk, dv, of_vectors
+        return None, None, None, None, dq, dk, dv, of_vectors
 
     attend.defvjp(with_residuals, gradients)
     return attend
 
 
 def forward_of(config: Config, present: Present, recipe: Recipe | None = None) -> Callable[..., Any]:
-    """(out, lse) of (rows, the forward's lists, q, k, v, vectors), without a gradient: see `operator`."""
+    """(out, lse) of (rows, numbers, the forward's lists, q, k, v, vectors), without a gradient: see `operator`."""
     return _directed("forward", config, present, recipe)
 
 
@@ -111,66 +116,58 @@ def _directed(direction: Direction, config: Config, present: Present, recipe: Re
     return jax.jit(wrapped)
 
 
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function within a gradient, which raises where it is differentiated again."""
-
-    @jax.custom_jvp
-    def attention_gradient(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    @attention_gradient.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise TypeError(FORWARD_MODE)
-
-    return attention_gradient
-
-
 def _of(lists: Lists, direction: Direction) -> dict[str, Array]:
     """The lists of one direction."""
     return lists.get(direction, {})
 
 
 def _forward(config: Config, recipe: Recipe | None) -> Callable[..., Any]:
-    def by_lax(rows: TileLists, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors) -> tuple[Array, Array]:
-        out, lse = blocked.forward(config, rows, q, k, v, vectors)
+    def by_lax(
+        rows: TileLists, numbers: Numbers, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors
+    ) -> tuple[Array, Array]:
+        out, lse = blocked.forward(config, rows, numbers, q, k, v, vectors)
         return out, lse
 
     def attention_forward(
-        rows: TileLists, lists: dict[str, Array], q: Array, k: Array, v: Array, vectors: Vectors
+        rows: TileLists, numbers: Numbers, lists: dict[str, Array], q: Array, k: Array, v: Array, vectors: Vectors
     ) -> tuple[Array, Array]:
         mine = _local(recipe, "forward", lists, q, k)
         if mine is None:
-            return by_lax(rows, lists, q, k, v, vectors)
+            return by_lax(rows, numbers, lists, q, k, v, vectors)
 
         def by_kernels(
-            rows: TileLists, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors
+            rows: TileLists, numbers: Numbers, lists: Any, q: Array, k: Array, v: Array, vectors: Vectors
         ) -> tuple[Array, Array]:
             return call.forward(mine.recipe, lists, q, k, v, vectors)
 
-        return _by_platform(mine.recipe, by_kernels, by_lax, rows, mine.lists, q, k, v, vectors)
+        return _by_platform(mine.recipe, by_kernels, by_lax, rows, numbers, mine.lists, q, k, v, vectors)
 
     return attention_forward
 
 
 def _backward(config: Config, recipe: Recipe | None) -> Callable[..., Any]:
-    def by_lax(rows: TileLists, columns: TileLists, lists: Any, *arrays: Any) -> tuple[Array, Array, Array]:
+    def by_lax(
+        rows: TileLists, columns: TileLists, numbers: Numbers, lists: Any, *arrays: Any
+    ) -> tuple[Array, Array, Array]:
         q, k, v, out, lse, dout, dlse, vectors = arrays
         terms = blocked.row_terms(out, lse, dout, dlse)
-        dq, dk, dv = blocked.backward(config, rows, columns, q, k, v, terms.lse, dout, terms.delta, vectors)
+        dq, dk, dv = blocked.backward(config, rows, columns, numbers, q, k, v, terms.lse, dout, terms.delta, vectors)
         return dq, dk, dv
 
     def attention_backward(
-        rows: TileLists, columns: TileLists, lists: dict[str, Array], *arrays: Any
+        rows: TileLists, columns: TileLists, numbers: Numbers, lists: dict[str, Array], *arrays: Any
     ) -> tuple[Array, Array, Array]:
         q, k, *_ = arrays
         mine = _local(recipe, "backward", lists, q, k)
         if mine is None:
-            return by_lax(rows, columns, lists, *arrays)
+            return by_lax(rows, columns, numbers, lists, *arrays)
 
-        def by_kernels(rows: TileLists, columns: TileLists, lists: Any, *arrays: Any) -> tuple[Array, Array, Array]:
+        def by_kernels(
+            rows: TileLists, columns: TileLists, numbers: Numbers, lists: Any, *arrays: Any
+        ) -> tuple[Array, Array, Array]:
             return call.backward(mine.recipe, lists, *arrays)
 
-        return _by_platform(mine.recipe, by_kernels, by_lax, rows, columns, mine.lists, *arrays)
+        return _by_platform(mine.recipe, by_kernels, by_lax, rows, columns, numbers, mine.lists, *arrays)
 
     return attention_backward
 

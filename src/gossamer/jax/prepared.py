@@ -16,7 +16,7 @@ from gossamer.jax import choice, compat
 from gossamer.jax.arguments import check_flags, describe, is_array, numbers, shape_of
 from gossamer.jax.kernels import recipes
 from gossamer.jax.kernels.recipes import Made, Recipe
-from gossamer.jax.tiles import Extent, TileLists, Walked, both_directions, both_gathered
+from gossamer.jax.tiles import Extent, TileLists, Walked, both_directions, both_gathered, regrouped
 from gossamer.kernels.contract import Scoring
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
@@ -147,6 +147,7 @@ class Asked(NamedTuple):
     scale: float
     q_offset: int | None  # as it was given
     kernels: bool = True  # whether they may compute it
+    by_rows: bool = False  # whether it walks rows of tiles alone, each whole
 
 
 class ByKernels(NamedTuple):
@@ -212,7 +213,7 @@ def plan_of(pattern: Any, asked: Asked) -> Prepared:
         plan = _without_tiles(resolved, p, q_offset)
     else:
         together = 0
-        if made is None and isinstance(resolved, Pattern):
+        if made is None and isinstance(resolved, Pattern) and not asked.by_rows:
             together = choice.gathered_rows(resolved, p, p.K - p.Q if q_offset is None else q_offset)
         plan = lists_of(resolved, p.B, p.H, p.Q, p.K, q_offset, together)
     if made is None:
@@ -228,11 +229,15 @@ def _without_tiles(pattern: Pattern, p: Problem, q_offset: int | None) -> Prepar
 
 def without_tiles(name: str, Q: int, K: int, lead: tuple[int, int], q_offset: int | None) -> Prepared:
     """A Prepared that has none."""
+    rows, columns = (Extent(*sizes, TILE, TILE, lead, ()) for sizes in ((Q, K), (K, Q)))
+    return Prepared(no_lists(), no_lists(), rows, columns, q_offset, Label(name))
+
+
+def no_lists() -> TileLists:
+    """The lists of no tiles."""
     none = np.zeros(0, np.int32)
     bounds, pool = np.zeros((0, 0), np.int32), np.zeros((0, TILE, TILE // 32), np.uint32)
-    nothing = TileLists(none, none, none, none, bounds, bounds, pool, (), none)
-    rows, columns = (Extent(*sizes, TILE, TILE, lead, ()) for sizes in ((Q, K), (K, Q)))
-    return Prepared(nothing, nothing, rows, columns, q_offset, Label(name))
+    return TileLists(none, none, none, none, bounds, bounds, pool, (), none)
 
 
 def lists_of(
@@ -275,6 +280,9 @@ def for_call(pattern: Any, asked: Asked) -> Prepared:
     plan = plan_of(pattern, asked)
     if isinstance(pattern, Prepared) and plan.recipe in (None, pattern.recipe):
         return plan
+    if asked.by_rows:
+        rows = regrouped(Walked(plan.row_extent, plan.rows))
+        plan = replace(plan, rows=rows.lists, row_extent=rows.extent, columns=no_lists())
     if compat.is_staged():
         if plan.nbytes > EMBEDDED:
             warnings.warn(
@@ -286,7 +294,7 @@ def for_call(pattern: Any, asked: Asked) -> Prepared:
     if not isinstance(pattern, Pattern) and pattern is not None:
         return plan
     p = asked.problem
-    key = (pattern, p.Q, p.K, plan.q_offset, asked.q_offset, plan.recipe)
+    key = (pattern, p.Q, p.K, plan.q_offset, asked.q_offset, plan.recipe, asked.by_rows)
     return _on_device.get_or_make(key, lambda: jax.tree.map(jnp.asarray, plan), lambda plan: plan.nbytes)
 
 

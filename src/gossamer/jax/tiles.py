@@ -10,6 +10,7 @@ list of the same capacity needs no new program.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from gossamer.patterns.grid import WORD, ranges
 
 FULL, INTERVAL, NOTHING = -1, -2, -3  # what masks a tile; an entry of the pool is its number
 PIECE = 1024  # columns of a long row that are computed at a time
+WASTE = 0.2  # of the work, for fewer groups
 WIDTHS = {1: 16, 64: 256}  # columns of a piece, by the rows that gather together: measured on two cores
 Array = Any  # numpy.ndarray or jax.Array
 
@@ -107,6 +109,47 @@ def walked(walk: Walk, unkept: bool) -> Walked:
         lo, hi = _padded(walk.lo, extent), _padded(walk.hi, extent)
     lists = TileLists(starts, counts, columns, masks, lo, hi, walk.pool, groups, places)
     return Walked(extent, lists)
+
+
+def regrouped(walked: Walked) -> Walked:
+    """A walk of numpy arrays in groups for who computes each row whole: long rows by their tiles, few groups in all.
+
+    Neighbouring groups become one, which is compiled once, as long as all together take WASTE more.
+    """
+    extent, lists = walked
+    groups: list[_Group] = []
+    for rows, most in zip(lists.groups, extent.widths, strict=True):
+        if most <= extent.piece or len(rows) == 1:
+            groups.append(_Group(rows, most))
+            continue
+        counts = lists.counts[rows]  # longest first
+        ends = np.searchsorted(-counts, [-(most >> by) for by in range(1, (most // extent.piece).bit_length())])
+        groups += [_Group(part, int(lists.counts[part].max())) for part in np.split(rows, ends) if len(part)]
+    left = WASTE * sum(group.work for group in groups)
+    while len(groups) > 1:
+        joined = [one.with_rows_of(two) for one, two in pairwise(groups)]
+        added = [both.work - one.work - two.work for both, (one, two) in zip(joined, pairwise(groups), strict=True)]
+        at = int(np.argmin(added))
+        if added[at] > left:
+            break
+        left -= added[at]
+        groups[at : at + 2] = [joined[at]]
+    widths = tuple(group.width for group in groups)
+    return Walked(extent._replace(widths=widths), lists._replace(groups=tuple(group.rows for group in groups)))
+
+
+class _Group(NamedTuple):
+    """Rows of tiles that are computed together."""
+
+    rows: np.ndarray
+    width: int  # tiles of the longest
+
+    @property
+    def work(self) -> int:
+        return len(self.rows) * self.width
+
+    def with_rows_of(self, other: _Group) -> _Group:
+        return _Group(np.concatenate([self.rows, other.rows]), max(self.width, other.width))
 
 
 def both_gathered(layout: GatherLayout, order: np.ndarray | None) -> tuple[Walked, Walked]:

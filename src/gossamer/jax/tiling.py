@@ -29,14 +29,19 @@ class Vectors(NamedTuple):
     alibi_slopes: Array | None = None  # (H,) or (B, H) likewise
 
 
+class Numbers(NamedTuple):
+    """The numbers among the score terms, arguments of programs: (1,) in the type of the arithmetic."""
+
+    scale: Array
+    softcap: Array | None = None
+
+
 class Config(NamedTuple):
-    """What is known of a call beside its arrays: the layout's extents and the numbers among the score terms."""
+    """What is known of a call beside its arrays and numbers: the layout's extents, and how positions count."""
 
     rows: Extent
     columns: Extent
-    scale: float
     q_offset: int
-    softcap: float | None = None
     absolute: bool = False  # of ALiBi's distances
 
 
@@ -188,7 +193,7 @@ def over_rows(
             made = tuple(x.reshape(steps * each, *x.shape[2:]) for x in made)
         found.append(tuple(x[:n].reshape(split.copies, rows.shape[0], *x.shape[1:]) for x in made))
     every = zip(*found, strict=True)
-    return tuple(_in_place(list(parts), lists.places, value) for parts, value in zip(every, empty, strict=True))
+    return tuple(in_place(list(parts), lists.places, value) for parts, value in zip(every, empty, strict=True))
 
 
 def _over_pieces(
@@ -250,7 +255,7 @@ def _over_pieces(
     return tuple(x.reshape(-1, copies, *x.shape[1:]).swapaxes(0, 1) for x in every)
 
 
-def _in_place(parts: list[Array], places: Array, empty: float) -> Array:
+def in_place(parts: list[Array], places: Array, empty: float) -> Array:
     """The results of all groups (C, n, ...), by rows; `empty` of those in no group."""
     first, *_ = parts
     nothing = jnp.full_like(lax.slice_in_dim(first, 0, 1, axis=1), empty)
@@ -377,16 +382,16 @@ class Scored(NamedTuple):
     tanh: Array | None  # of the score over its soft cap
 
 
-def score(config: Config, s: Array, keep: Array, i: Array, j: Array, slopes: Any) -> Scored:
+def score(config: Config, numbers: Numbers, s: Array, keep: Array, i: Array, j: Array, slopes: Any) -> Scored:
     """Products as scores, -inf of a pair that is not attended.
 
     Args:
         s: q k^T; keep, i, j, slopes: broadcast to it. i and j are rows of queries and keys.
     """
-    s, tanh = s * s.dtype.type(config.scale), None
-    if config.softcap is not None:
-        tanh = jnp.tanh(s / s.dtype.type(config.softcap))
-        s = tanh * s.dtype.type(config.softcap)
+    s, tanh = s * numbers.scale, None
+    if numbers.softcap is not None:
+        tanh = jnp.tanh(s / numbers.softcap)
+        s = tanh * numbers.softcap
     if slopes is not None:
         distance = (j - (i + config.q_offset)).astype(s.dtype)
         s = s + slopes * (-jnp.abs(distance) if config.absolute else distance)
@@ -407,9 +412,11 @@ def _batch_of(split: Split, items: Items, tiles: int) -> Array:
 
 def slopes_of(split: Split, vectors: Vectors, items: Items, tiles: int) -> Array | None:
     """The slopes of each item's query heads, (c, fold)."""
-    if vectors.alibi_slopes is None:
-        return None
-    slopes = vectors.alibi_slopes
-    by_list = slopes.reshape(*slopes.shape[:-1], split.lists * split.heads, split.fold)
+    return None if vectors.alibi_slopes is None else of_heads(split, vectors.alibi_slopes, items, tiles)
+
+
+def of_heads(split: Split, x: Array, items: Items, tiles: int) -> Array:
+    """Numbers of heads, (H,) or (B, H), for each item's query heads: (c, fold)."""
+    by_list = x.reshape(*x.shape[:-1], split.lists * split.heads, split.fold)
     head = items.row // tiles % split.lists if split.lists > 1 else items.copy % split.heads
-    return by_list[head] if slopes.ndim == 1 else by_list[_batch_of(split, items, tiles), head]
+    return by_list[head] if x.ndim == 1 else by_list[_batch_of(split, items, tiles), head]

@@ -16,6 +16,7 @@ from gossamer.patterns.grid import Sizes
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 ACCEPTED = "float16, bfloat16, float32 or float64"
 DISTANCES = ("signed", "absolute")  # of ALiBi: what a slope is multiplied by is j - i, or -|i - j|
+BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 MAX_HEAD = 4096  # of D and of E
 MOST = 2**31 - 2**16  # positions are below it
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.plan.arguments import BLOCKS
 from gossamer.torch.arguments import INTEGERS, describe, whole
 from gossamer.torch.structure.base import OF_INTEGERS, Lists, Sizes, Structure
-
-BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 
 
 class Chosen(Structure):
