@@ -57,7 +57,8 @@ def placed(*given: Any) -> Placed | None:
     query, *_ = given
     batch_axis, heads_axis = lead
     dims = (batch_axis, None, heads_axis, None)[4 - query.ndim :] if query.ndim > 2 else (None, None)
-    return Placed(*(NamedSharding(mesh, PartitionSpec(*spec)) for spec in (dims, dims[:-1])))
+    *of_rows, _ = dims
+    return Placed(*(NamedSharding(mesh, PartitionSpec(*spec)) for spec in (dims, of_rows)))
 
 
 def by_auto(
