@@ -159,7 +159,7 @@ def test_forms_and_nothing() -> None:
         _, lse = gsj.attention(q[at], k[at], k[at], found, return_residual=True)
         assert found.kept_mass(lse).shape == lse.shape
     for some, others in ((q[:, :0], k), (q, k[:, :0]), (q[:0], k[:0])):
-        found = gsj.topk_blocks(some, others, causal=True, topk=2, score="bound")
+        found = gsj.topk_blocks(some, others, causal=True, topk=3, score="bound")
         assert (found.indices == -1).all() and not found.covered.any()
         out, lse = gsj.attention(some, others, others, found, return_residual=True)
         assert not out.any() and (found.kept_mass(lse) == 1).all()

@@ -26,6 +26,13 @@ listed = jnp.array([[0, -1], [1, 0]])
 box = gc.Box(size_mpc_h=100, particles=8)
 noise = jax.random.normal(jax.random.key(2), (8, 8, 8))
 
+
+def chosen(**options: Any) -> Any:
+    """The blocks that are chosen of some keys."""
+    long = jnp.tile(q, (1, 5, 1, 1))
+    return gsj.topk_blocks(long, long, causal=True, **options).indices
+
+
 # By (callable, parameter): the call as a function of the number, and the number.
 ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("attention", "q_offset"): (lambda n: gsj.attention(q, q, q, window, q_offset=n), 3),
@@ -33,11 +40,17 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("prepare", "q_offset"): (lambda n: gsj.prepare(window, q, q, q_offset=n), 3),
     ("prepare_blocks", "q_offset"): (lambda n: gsj.prepare_blocks(listed, q, q, block_size=32, q_offset=n), 3),
     ("prepare_blocks", "block_size"): (lambda n: gsj.prepare_blocks(listed, q, q, block_size=n), 32),
+    ("entmax_attention", "top_k"): (lambda n: gsj.entmax_attention(q, q, q, top_k=n), 5),
+    ("topk_blocks", "topk"): (lambda n: chosen(topk=n), 3),
+    ("topk_blocks", "block_size"): (lambda n: chosen(topk=3, block_size=n), 64),
+    ("topk_blocks", "local"): (lambda n: chosen(topk=3, local=n), 2),
+    ("topk_blocks", "first"): (lambda n: chosen(topk=3, first=n), 2),
     ("create_sparsity_mask", "capacity"): (lambda n: gsj.create_sparsity_mask(x, 0.3, capacity=n).indices, 30),
     ("Neighbors.allocate", "capacity"): (lambda n: gp.Neighbors.allocate(x, 0.3, capacity=n).indices, 30),
     ("initial_conditions", "order"): (lambda n: gc.initial_conditions(noise, gc.Cosmology(), box, 0.1, order=n), 2),
 }
-MADE = {("Prepared", "q_offset")}  # by `prepare`
+# By `prepare` and `topk_blocks`.
+MADE = {("Prepared", "q_offset"), ("SelectedBlocks", "q_offset"), ("SelectedBlocks", "dims")}
 
 
 def asked() -> Iterator[tuple[str, str]]:
