@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gossamer.kernels.launch import Launched, launching
-from gossamer.torch.bind import written
+from gossamer.torch.bind import PART, written
 from gossamer.torch.key import unseen
 from gossamer.torch.memory import hold_for_graphs, outlasting, template
 
@@ -30,7 +30,6 @@ _EMPTY = frozenset({_aten.empty.memory_format, _aten.new_empty.default, _aten.em
 
 
 MOST_SHARED_BYTES = 2**20  # of an array that nobody wants later, and that waits for the others to be left
-APART = 256  # bytes, at multiples of which the parts of one memory begin
 
 
 class Place(NamedTuple):
@@ -243,11 +242,16 @@ def _parts(steps: list[_Step]) -> tuple[list[_Step], dict[int, _Part]]:
         if view and all(y is not None and y is not x and y.dtype is x.dtype for x, y in zip(results, of, strict=True)):
             for x, y in zip(results, of, strict=True):
                 assert y is not None
-                whole, start = parts.get(id(y), _Part(y, 0))
+                whole, start = _part_of(y, parts)
                 parts[id(x)] = _Part(whole, start + int(x.storage_offset() - y.storage_offset()))
         else:
             left.append(step)
     return left, parts
+
+
+def _part_of(x: Tensor, parts: dict[int, _Part]) -> _Part:
+    """Where a tensor lies: in another one, or all of itself."""
+    return parts.get(id(x), _Part(x, 0))
 
 
 def _shared(
@@ -258,11 +262,9 @@ def _shared(
     Of results those of one type are, where they are `together`. Of the others those are whose addresses alone are
     wanted, and which are small: their memory is given back when all have been read.
     """
-    results = {id(parts.get(id(x), _Part(x, 0)).whole) for x in made}
-    seen = {
-        id(parts.get(id(x), _Part(x, 0)).whole)
-        for step in steps if not step.launched for x in _tensors((step.arguments, step.named))
-    }  # fmt: skip
+    results = {id(_part_of(x, parts).whole) for x in made}
+    read = (_tensors((step.arguments, step.named)) for step in steps if not step.launched)
+    seen = {id(_part_of(x, parts).whole) for tensors in read for x in tensors}
     groups: dict[torch.dtype | None, list[_Step]] = {}
     for step in steps:
         x = step.results
@@ -277,7 +279,7 @@ def _shared(
     moved: dict[int, _Part] = {}
     for dtype, group in groups.items():
         if len(group) > 1:
-            ends = [0, *accumulate(-(-step.results.nbytes // APART) * APART for step in group)]
+            ends = [0, *accumulate(-(-step.results.nbytes // PART) * PART for step in group)]
             memory = torch.empty(ends[-1] // (dtype or torch.uint8).itemsize, dtype=dtype or torch.uint8, device="meta")
             first.append(_Step(_aten.empty.memory_format, (), {}, memory, (), False))
             for step, start in zip(group, ends, strict=False):
@@ -354,18 +356,18 @@ class _Writer:
 
     def whole(self, x: Tensor) -> Tensor:
         """The tensor of which one is a view; itself where it is none."""
-        return self.parts.get(id(x), _Part(x, 0)).whole
+        return _part_of(x, self.parts).whole
 
     def named_by(self, x: Tensor) -> Tensor:
         """The tensor whose name stands for one: that of which it is a view of all; else itself."""
-        part = self.parts.get(id(x))
-        return x if part is None or not part.is_all(x) else part.whole
+        part = _part_of(x, self.parts)
+        return part.whole if part.is_all(x) else x
 
     def place(self, x: Tensor) -> Place:
         """Where a result lies."""
         if id(x) in self.outer:
             return Place(self.outer[id(x)])
-        whole, start = part = self.parts.get(id(x), _Part(x, 0))
+        whole, start = part = _part_of(x, self.parts)
         if id(whole) in self.outer:
             return Place(Place(0, tuple(x.shape), x.stride(), start).of([self.outer[id(whole)]]))
         if id(whole) in self.given:  # each may begin elsewhere in its memory
@@ -414,7 +416,7 @@ class _Writer:
         """The text of an address, for which a view is not made."""
         if id(x) in self.outer:
             return self.constant(self.outer[id(x)].data_ptr())
-        whole, start = self.parts.get(id(x), _Part(x, 0))
+        whole, start = _part_of(x, self.parts)
         if id(whole) in self.outer:
             return self.constant(self.outer[id(whole)].data_ptr() + start * x.itemsize)
         if id(whole) not in self.addresses:
