@@ -10,12 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.checks import raise_first
 from gossamer.kernels.contract import Implementation
@@ -57,7 +55,7 @@ from gossamer.torch.planning import (
     scoring_of,
     select_layout,
 )
-from gossamer.torch.recording import Again, record
+from gossamer.torch.recording import record
 from gossamer.torch.request import Request, ResolvedPattern
 
 MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tensors and gradients
@@ -65,17 +63,6 @@ MOST_BACKWARDS = 8  # kept for a call: one for each set of strides of saved tens
 Bound = Callable[..., tuple[Tensor, ...]]
 
 known: Memo[Any] = Memo()  # calls, by their keys
-
-
-class _Arrays(NamedTuple):
-    """The arrays of a layout that a call made, and the memory that they are parts of, but for its first tensor."""
-
-    again: Again
-    others: list[ref[Tensor]]
-    arrays: tuple[Tensor, ...]
-
-
-_arrays_of = WeakTensorKeyDictionary()  # by that tensor
 
 
 def call_of(request: Request, key: Key | None = None) -> Call:
@@ -266,7 +253,7 @@ class DataCall(Call):
     """A call whose pairs tensors tell: `more` ends with the arrays of a layout, or with a mask."""
 
     def _start(self, request: Request) -> None:
-        self._operands = request.operands
+        self._operands, self._again = request.operands, request.attended.again
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *more: Any
@@ -289,9 +276,12 @@ class DataCall(Call):
         given = self._data_layout(self.plan.gradient, q, k, data)
         return self._backward(given.bound, given, dout, dlse, q, k, v, out, lse, *vectors)
 
+    def _arrays(self, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return data if self._again is None else self._again.parts(data)
+
     def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
         a = self.options
-        return data_layout(plan, q, k, data, self.attended.geometry, counted=a.counted, made=a.made)
+        return data_layout(plan, q, k, data, self.attended.geometry, counted=a.counted, made=a.made, again=self._again)
 
 
 class MadeCall(DataCall):
@@ -299,7 +289,6 @@ class MadeCall(DataCall):
 
     def _start(self, request: Request) -> None:
         super()._start(request)
-        self._again = request.attended.again
         self._forward: Bound | None = None
         self._backwards = Memo(MOST_BACKWARDS)
 
@@ -335,26 +324,6 @@ class MadeCall(DataCall):
             hold_for_graphs(run)
         return run(dout, dlse, q, k, v, out, lse, *more)
 
-    def _arrays(self, data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The arrays of the layout: the same ones in both directions, which share what is made of them."""
-        again = self._again
-        if again is None or not data:
-            return data if again is None else again.parts(())
-        first, *others = data
-        kept = _arrays_of.get(first)
-        if (
-            kept is None
-            or kept.again is not again
-            or any(a() is not b for a, b in zip(kept.others, others, strict=True))
-        ):
-            # Of aliases: what is kept under a tensor must not keep that tensor alive.
-            arrays = again.parts([x.detach() for x in data])
-            kept = _arrays_of[first] = _Arrays(again, [ref(x) for x in others], arrays)
-        return kept.arrays
-
-    def _data_layout(self, plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...]) -> DataLayout:
-        return super()._data_layout(plan, q, k, self._arrays(data))
-
     def _remade(self, direction: Direction, operands: dict[str, Operand], data: tuple[Tensor, ...]) -> Bound | None:
         """The function of a launch and of what it reads, which it makes of a layout's arrays; None where it cannot."""
         plan = self.plan if direction == "forward" else self.plan.gradient
@@ -363,8 +332,7 @@ class MadeCall(DataCall):
         prepared: list[Prepared] = []
 
         def make() -> list[Any]:
-            arrays = data if self._again is None else self._again.parts(data)
-            layout: Any = layout_from([*arrays], geometry)
+            layout: Any = layout_from([*self._arrays(data)], geometry)
             layout = dense_of(layout.rows) if implementation.layout == "dense" else layout
             prepared.append(implementation.prepare(plan.problem, layout, direction, self.scoring, operands | own))
             return list(prepared[0].layout.values())

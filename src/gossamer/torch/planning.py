@@ -30,6 +30,7 @@ from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
 from gossamer.torch.arguments import OTHER_LAYOUT, Arguments, check_mask, is_empty, validate
 from gossamer.torch.given_layouts import check_layout, layout_from
 from gossamer.torch.mask_layouts import dense_of, layout_of, packed_mask_of
+from gossamer.torch.recording import Again
 
 logger = logging.getLogger("gossamer")
 
@@ -224,13 +225,15 @@ _data_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def data_layout(
-    plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...], *, counted: bool, made: bool
+    plan: Plan, q: Tensor, k: Tensor, data: tuple[Tensor, ...], geometry: tuple[int, ...], *, counted: bool, made: bool,
+    again: Again | None = None,
 ) -> DataLayout:  # fmt: skip
     """What an implementation reads when data say what is attended: the arrays of a BlockLayout, or one mask.
 
     Args:
         counted: torch counts what is written to the data, so that what was made of them is known by their versions.
         made: they are a layout that the call made itself, and need no check.
+        again: where they are its memory alone, what gives its arrays.
     """
     p, implementation = plan.problem, cast(Implementation, plan.implementations[0])
     _log(implementation.name, plan)
@@ -244,7 +247,7 @@ def data_layout(
     def make() -> DataLayout:
         layout: Any
         if geometry:
-            layout = layout_from(aliases, geometry)
+            layout = layout_from(aliases if again is None else [*again.parts(aliases)], geometry)
             if not made:
                 check_layout(layout.rows, q, k)
             layout = dense_of(layout.rows) if form == "dense" else layout
@@ -263,8 +266,8 @@ def data_layout(
             return make()
     # Both directions read one layout that is given, and what is made of it: the work items of rows.
     tiles = () if geometry else (block_q, block_kv, columns)
-    more = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry)
-    return _remember(data, more, make) if counted else make()
+    more = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry, again)
+    return _remember(data, more, make) if counted and data else make()
 
 
 def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], DataLayout]) -> DataLayout:
