@@ -22,31 +22,46 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SECONDS = ROOT / "tests" / "support" / "data" / "gpu_seconds.json"  # by which tests/support/gpu_report.py orders tests
 
 
-def command(processes: int, *more: str) -> list[str]:
-    """The command of pytest for a suite."""
-    return [
-        *(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes)),
-        *("--dist", "loadgroup", "--no-loadscope-reorder"),
-        *("-p", "tests.support.gpu_report", "--tb=short", "-p", "no:cacheprovider", *more),
-    ]  # fmt: skip
+class Suite(NamedTuple):
+    """Tests that run by one pytest."""
+
+    processes: int
+    folders: list[str]
+    options: list[str]
+    environment: dict[str, str]
+
+    def collect(self) -> list[str]:
+        """The command that prints the tests."""
+        return [*PYTEST, "--collect-only", *self.folders, *self.options]
+
+    def run(self, files: list[str]) -> list[str]:
+        """The command that runs those of some files."""
+        spread = "-n", str(self.processes), "--dist", "loadgroup", "--no-loadscope-reorder"
+        return [*PYTEST, *spread, "-p", "tests.support.gpu_report", "--tb=short", *files, *self.options]
 
 
-def suites(processes: int) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Each suite's command and environment: JAX, which has few tests, gets an eighth of the processes."""
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+
+
+def suites(processes: int) -> dict[str, Suite]:
+    """The suites: JAX, which has few tests, gets an eighth of the processes."""
     of_jax = max(1, processes // 8)
+    jax = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return {
-        "torch": (command(processes - of_jax, "tests", "--ignore", "tests/jax", "--ignore", "tests/cosmos"), {}),
-        "jax": (
-            command(of_jax, "tests/jax", "--confcutdir", "tests/jax"),
-            {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        ),
+        "torch": Suite(processes - of_jax, ["tests"], ["--ignore", "tests/jax", "--ignore", "tests/cosmos"], {}),
+        "jax": Suite(of_jax, ["tests/jax"], ["--confcutdir", "tests/jax"], jax),
     }
+
+
+def files_of(collected: str) -> list[str]:
+    """The files of the tests that pytest printed."""
+    return sorted({line.partition("::")[0] for line in collected.splitlines() if "::" in line})
 
 
 def tests_of(folder: Path) -> list[dict[str, Any]]:
@@ -90,15 +105,30 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
+        every = suites(given.workers)
+        # Most files have no test for a GPU: while kernels compile, one process finds those that every process reads.
+        collecting = {
+            name: subprocess.Popen(
+                suite.collect(), cwd=ROOT, env=os.environ | suite.environment, stdout=subprocess.PIPE, text=True
+            )
+            for name, suite in every.items()
+        }
         compile_first = "from gossamer.cli import main; main()", "compile", "--jobs", str(given.workers)
         subprocess.run([sys.executable, "-c", *compile_first], cwd=ROOT, check=True)
         running = {}
-        for name, (argv, own) in suites(given.workers).items():
+        for name, suite in every.items():
+            collected, _ = collecting[name].communicate()
             (folder / name).mkdir(parents=True, exist_ok=True)
-            environment = os.environ | own | {"GPU_REPORT": str(folder / name), "OMP_NUM_THREADS": "1"}
+            environment = os.environ | suite.environment
+            environment |= {"GPU_REPORT": str(folder / name), "OMP_NUM_THREADS": "1"}
             log = (folder / f"{name}.log").open("w")
             running[name] = subprocess.Popen(
-                argv, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                suite.run(files_of(collected) or suite.folders),  # of which pytest says what is wrong
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         codes: dict[str, int | None] = dict.fromkeys(running)
         took = dict.fromkeys(running, given.limit)
