@@ -18,7 +18,7 @@ from gossamer.cute.column_items import ColumnItem, Segment
 from gossamer.cute.merges import PartMerge
 from gossamer.cute.row_items import LISTS as OF_ROWS
 from gossamer.cute.row_items import RowItem
-from gossamer.jax.kernels import recipes, targets
+from gossamer.jax.kernels import targets
 from gossamer.jax.kernels.targets import Driver
 from gossamer.kernels.hopper.device.parameters import parameters
 from gossamer.kernels.launch import Kernel
@@ -54,7 +54,7 @@ def use(patch: Any) -> list[str]:
     """Compute by these kernels what an H200 would, and tell which were called: `patch` is pytest's monkeypatch."""
     patch.setattr(targets, "driver", Driver("cpu", "cpu", function, name))
     patch.setattr(targets, "missing", list)
-    patch.setattr(recipes, "chip", lambda: recipes.Chip(90, 132))
+    patch.setattr(targets, "chip", lambda: targets.Chip(90, 132))
     CALLS.clear()
     return CALLS
 

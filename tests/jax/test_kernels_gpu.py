@@ -1,4 +1,4 @@
-"""The Hopper kernels from JAX on a GPU, against the definition in float64.
+"""Kernels from JAX on a GPU, those for Hopper and those in Triton, against the definition in float64.
 
 JAX_PLATFORMS=cuda,cpu python -m pytest --confcutdir tests/jax tests/jax/test_kernels_gpu.py
 """
@@ -15,7 +15,8 @@ import pytest
 
 import gossamer as gs
 import gossamer.jax as gsj
-from gossamer.jax.kernels import recipes, targets
+from gossamer.jax.kernels import targets
+from gossamer.jax.kernels.recipes import implementation_of
 from gossamer.testing.cases import SMALL, Case
 from gossamer.testing.graphs import power_law_graph, proximity_graph, random_graph
 from tests.jax.calls import ROUNDING, inputs_of, kept, made, run, scattered
@@ -23,9 +24,10 @@ from tests.jax.oracle import compare
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(recipes.chip() is None or recipes.chip().sm != 90, reason="needs a GPU of capability 9.0"),
+    pytest.mark.skipif(targets.chip() is None or targets.chip().sm != 90, reason="needs a GPU of capability 9.0"),
     pytest.mark.skipif(bool(targets.missing()), reason="; ".join(targets.missing())),
 ]
+IN_TRITON = pytest.mark.skipif(bool(targets.missing_for_triton()), reason="; ".join(targets.missing_for_triton()))
 ABLE = [case for case in SMALL if not case.alibi_slopes and max(case.D, case.E) <= 256]
 # Pattern, then B, H, G, Q, K, D, E, then score terms.
 LARGER: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
@@ -57,23 +59,39 @@ LARGER: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+WIDER: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "wider heads": (gs.SlidingWindow(100), (1, 2, 1, 300, 300, 300, 260), {}),
+    "one query": (gs.Causal(), (2, 8, 2, 1, 5000, 128, 128), {"key_lengths": np.asarray([4000, 30])}),
+}
+
+
 # Types take turns: each has kernels of its own.
-@pytest.mark.parametrize(("case", "dtype"), list(zip(ABLE, cycle(["bfloat16", "float16"]))), ids=str)
+OF_CASES = [*zip(ABLE, cycle(["bfloat16", "float16"])), *((case, "float32") for case in ABLE[::3])]
+OF_LARGER = [
+    *((name, "bfloat16") for name in LARGER),
+    *((name, "float16") for name in LARGER if name.startswith("single")),
+    *((name, "float32") for name in (*LARGER, *WIDER)),
+]
+
+
+def of_type(pairs: list[tuple[Any, str]]) -> list[Any]:
+    """The same as parameters of a test."""
+    return [pytest.param(*pair, marks=[IN_TRITON] if pair[1] == "float32" else []) for pair in pairs]
+
+
+@pytest.mark.parametrize(("case", "dtype"), of_type(OF_CASES), ids=str)
 def test_cases(case: Case, dtype: str) -> None:
     x = inputs_of(case, dtype)
-    compare(x, run(x, case.pattern(), "hopper"), ROUNDING[dtype])
+    compare(x, run(x, case.pattern(), implementation_of(dtype)), ROUNDING[dtype])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "bfloat16") for name in LARGER), *((name, "float16") for name in LARGER if name.startswith("single"))],
-)
+@pytest.mark.parametrize(("name", "dtype"), of_type(OF_LARGER))
 def test_larger(name: str, dtype: str) -> None:
-    pattern, sizes, terms = LARGER[name]
+    pattern, sizes, terms = (LARGER | WIDER)[name]
     *_, Q, K, D, _ = sizes
     keep = kept(pattern, Q, K, K - Q)
     x = made(np.random.default_rng(0), sizes, dtype, keep, scale=D**-0.5, q_offset=K - Q, **terms)
-    compare(x, run(x, pattern, "hopper"), ROUNDING[dtype])
+    compare(x, run(x, pattern, implementation_of(dtype)), ROUNDING[dtype])
 
 
 def test_the_backward_of_small_tiles_keeps_dS() -> None:
@@ -81,13 +99,14 @@ def test_the_backward_of_small_tiles_keeps_dS() -> None:
     assert "kept" in str(gsj.explain(q, q, q, gs.BigBird(64)))
 
 
-def test_transformations() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=IN_TRITON)])
+def test_transformations(dtype: str) -> None:
     """Copies of a batched axis, layers of a scan, and a Prepared as an argument give the bits of single calls."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (3, 2, 512, 4, 64), jnp.bfloat16) for i in range(3))
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, 2, 512, 4, 64), dtype) for i in range(3))
     pattern = gs.SlidingWindow(100)
 
     def one(q: Any, k: Any, v: Any) -> Any:
-        return gsj.attention(q, k, v, pattern, implementation="hopper")
+        return gsj.attention(q, k, v, pattern, implementation=implementation_of(dtype))
 
     each = jnp.stack([one(*x) for x in zip(q, k, v, strict=True)])
     assert (jax.vmap(one)(q, k, v) == each).all()
@@ -110,6 +129,20 @@ def test_it_is_chosen_and_said() -> None:
     text = str(gsj.explain(q, q, q, gs.SlidingWindow(128)))
     assert "hopper, compiled kernels" in text and "forward, preprocess" in text
     wide = q.astype(jnp.float32)
-    assert "dtype float32 not in" in str(gsj.explain(wide, wide, wide, gs.SlidingWindow(128)))
+    with pytest.raises(gs.Unsupported, match="dtype float32 not in"):
+        gsj.attention(wide, wide, wide, gs.SlidingWindow(128), implementation="hopper")
+    with pytest.raises(gs.Unsupported, match="dtype bfloat16 not in"):
+        gsj.attention(q, q, q, gs.SlidingWindow(128), implementation="triton")
     with pytest.raises(gs.Unsupported, match="alibi_slopes"):
         gsj.attention(q, q, q, alibi_slopes=jnp.ones(2), implementation="hopper")
+
+
+@IN_TRITON
+def test_float32_runs_by_triton() -> None:
+    """Chosen, said, and with the same bits every time."""
+    q = jax.random.normal(jax.random.key(0), (1, 2000, 2, 64))
+    text = str(gsj.explain(q, q, q, gs.SlidingWindow(128)))
+    assert "triton, compiled kernels" in text and "forward_kernel, row_terms_kernel, dq_kernel, dkdv_kernel" in text
+    gradients = jax.jit(jax.grad(lambda *x: (gsj.attention(*x, gs.BigBird(64)) ** 2).sum(), (0, 1, 2)))
+    first, again = gradients(q, q, q), gradients(q, q, q)
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))

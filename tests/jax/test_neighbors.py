@@ -14,7 +14,7 @@ import pytest
 from scipy.spatial import cKDTree
 
 from gossamer import particles as gp
-from gossamer.jax.kernels import recipes
+from gossamer.jax.kernels import targets
 from gossamer.particles.blocked_jax import groups_of, reach_of
 from tests.particles import oracle
 
@@ -150,7 +150,7 @@ def test_attention_and_its_gradients_in_float64() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(recipes.chip() is None or recipes.chip().sm != 90, reason="needs a GPU of capability 9.0")
+@pytest.mark.skipif(targets.chip() is None or targets.chip().sm != 90, reason="needs a GPU of capability 9.0")
 @pytest.mark.parametrize(
     ("kernel", "dtype"), [("dot", "bfloat16"), ("gaussian", "float16"), ("dot+gaussian", "bfloat16")]
 )

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gossamer as gs
 import gossamer.jax as gsj
 from gossamer import particles as gp
-from gossamer.jax.kernels import recipes
+from gossamer.jax.kernels import targets
 
 H, G, D, E = 4, 2, 8, 5
 SIZES = [(2, 0, 7), (2, 7, 0), (2, 0, 0), (0, 7, 9), (0, 0, 0)]
@@ -178,7 +178,7 @@ def test_no_channels() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(recipes.chip() is None, reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(targets.chip() is None, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_where_kernels_compute_the_rest(sizes: tuple[int, int, int]) -> None:
     """In 16 bits, by name too, mapped over nothing, and particles whose kernels are given no memory."""

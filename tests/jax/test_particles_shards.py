@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gossamer import particles as gp
-from gossamer.jax.kernels import recipes
+from gossamer.jax.kernels import targets
 from tests.particles import oracle
 
 DEVICES, N, RADIUS, BOX = 4, 70, 0.25, (1.0, None, 0.9)
@@ -187,7 +187,7 @@ def test_slabs_with_halos() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(recipes.chip() is None or recipes.chip().sm != 90, reason="needs a GPU of capability 9.0")
+@pytest.mark.skipif(targets.chip() is None or targets.chip().sm != 90, reason="needs a GPU of capability 9.0")
 @pytest.mark.parametrize("name", ["sum", "force", "dot", "gaussian", "dot+gaussian"])
 def test_kernels_in_a_mesh_of_one(name: str) -> None:
     """What kernels give, which say nothing of a mesh, has the type that the mesh asks for; gradients too."""

@@ -24,7 +24,7 @@ from gossamer.jax.arguments import (
     is_empty,
     problem_of,
 )
-from gossamer.jax.kernels import recipes
+from gossamer.jax.kernels import targets
 from gossamer.jax.kernels.recipes import Recipe
 from gossamer.jax.operators import FORWARD_MODE, MOST_OPERATORS, Operator, forward_of, operator
 from gossamer.jax.prepared import Asked, Prepared, for_call, offset_of, why_no_kernels
@@ -42,7 +42,7 @@ _logged: set[str] = set()
 _known: Memo[Known] = Memo()  # calls, by their keys
 _SIMPLE = frozenset({type(None), bool, int, float, str})
 
-NAMES = ("blocked", "hopper")
+NAMES = ("blocked", "hopper", "triton")
 
 
 @overload
@@ -231,7 +231,8 @@ def numbers_of(a: Arguments) -> Numbers:
 def asked_of(a: Arguments, q_offset: int | None) -> Asked:
     """A call without its arrays; `q_offset` as it was given."""
     kernels = a.implementation != "blocked" and not is_empty(a.q, a.k)
-    return Asked(problem_of(a, jax.default_backend()), a.scale, q_offset, kernels)
+    named = a.implementation if kernels else None
+    return Asked(problem_of(a, jax.default_backend()), a.scale, q_offset, kernels, named)
 
 
 def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> None:
@@ -240,7 +241,7 @@ def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> No
     Raises:
         Unsupported: kernels were named.
     """
-    if implementation is None and (recipes.chip() is None or not logger.isEnabledFor(logging.INFO)):
+    if implementation is None and (targets.chip() is None or not logger.isEnabledFor(logging.INFO)):
         return
     reasons = why_no_kernels(pattern, asked)
     if implementation is not None:
@@ -248,7 +249,7 @@ def _check_and_log(pattern: Any, asked: Asked, implementation: str | None) -> No
     text = ", ".join(reasons)
     if text not in _logged:
         _logged.add(text)
-        logger.info(f"attention in {asked.problem.dtype} runs by blocked, in lax (not hopper: {text})")
+        logger.info(f"attention in {asked.problem.dtype} runs by blocked, in lax (not by kernels: {text})")
 
 
 def _runs(

@@ -11,6 +11,7 @@ from jax import Array
 
 from gossamer.jax.api import NAMES, Distance, asked_of, config_of
 from gossamer.jax.arguments import AttentionOptions, Lengths, arguments_of, problem_of
+from gossamer.jax.kernels.recipes import implementation_of
 from gossamer.jax.prepared import plan_of, why_no_kernels
 from gossamer.jax.tiles import TileLists
 from gossamer.plan.problem import Problem
@@ -58,7 +59,7 @@ class Explanation:
         if self.kernels:
             rows["kernels"] = ", ".join(self.kernels)
         if self.refused:
-            rows["not hopper"] = "; ".join(self.refused)
+            rows["no kernels"] = "; ".join(self.refused)
         return "\n".join(f"{name:<15} {text}" for name, text in rows.items())
 
 
@@ -99,8 +100,9 @@ def explain(
         refused = why_no_kernels(pattern, asked) if asked.kernels else ()
         return replace(found, refused=tuple(refused))
     work = recipe.work(plan.lists)
+    name = implementation_of(recipe.problem.dtype)
     return replace(
-        found, implementation="hopper, compiled kernels", gradient="kernels of their own, no forward mode",
+        found, implementation=f"{name}, compiled kernels", gradient="kernels of their own, no forward mode",
         tile=work.tile, tiles=work.tiles, all_tiles=work.all_tiles, bits_tiles=work.bits_tiles, kernels=work.kernels,
     )  # fmt: skip
 

@@ -147,6 +147,7 @@ class Asked(NamedTuple):
     scale: float
     q_offset: int | None  # as it was given
     kernels: bool = True  # whether they may compute it
+    named: str | None = None  # those that were asked for
     by_rows: bool = False  # whether it walks rows of tiles alone, each whole
 
 
@@ -166,17 +167,19 @@ def by_kernels(resolved: Pattern | BlockLayout | Prepared, asked: Asked) -> ByKe
     terms = (p.score_terms - {"q_offset"}) | ({"q_offset"} if offset != p.K - p.Q else frozenset())
     problem = recipes.on_chip(replace(p, score_terms=terms))
     scoring = Scoring(asked.scale, offset, problem.softcap)
+    if asked.named not in (None, recipes.implementation_of(p.dtype)):
+        return ByKernels(None, recipes.refusals(problem, source, asked.named))
     if isinstance(resolved, Prepared):
         recipe = resolved.recipe
         if recipe is None:
-            return ByKernels(None, recipes.refusals(problem, None))
+            return ByKernels(None, recipes.refusals(problem, None, asked.named))
         if (recipe.problem, recipe.scoring) == (problem, scoring):
             return ByKernels(Made(recipe, resolved.lists, resolved), [])
         if recipe.pattern is None:
-            return ByKernels(None, [OTHER_CALLS, *recipes.refusals(problem, None)])
+            return ByKernels(None, [OTHER_CALLS, *recipes.refusals(problem, None, asked.named)])
         source = recipe.pattern
     assert source is not None
-    reasons = recipes.refusals(problem, source)
+    reasons = recipes.refusals(problem, source, asked.named)
     return ByKernels(None if reasons else recipes.made_for(problem, scoring, source), reasons)
 
 

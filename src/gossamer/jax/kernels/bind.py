@@ -19,7 +19,7 @@ from gossamer.cute.parameters import Parameter, Role
 from gossamer.jax.kernels import targets
 from gossamer.jax.kernels.functions import FUNCTIONS, WRITES
 from gossamer.jax.kernels.views import Place, read, written
-from gossamer.kernels.launch import EDGE, Constant, Group, Launch, Operand, Step, View, compact
+from gossamer.kernels.launch import EDGE, Constant, Group, Launch, Operand, Step, View, compact, names_of
 
 
 def run(
@@ -55,6 +55,8 @@ class _Run:
     def step(self, step: Step) -> None:
         if step.kernel.implementation == EDGE:
             self._function(step)
+        elif step.kernel.implementation == targets.TRITON:
+            self._triton(step)
         else:
             self._kernel(step)
 
@@ -140,6 +142,24 @@ class _Run:
             array = self.launch.arrays.get(base)
             if array is None or array.lifetime != "launch":  # what stands for an argument stays as it is
                 self.memory[base] = x
+
+    def _triton(self, step: Step) -> None:
+        """A kernel in Triton: of the launch's own memory it may write all that it is given."""
+        bases = {name: self._place(name) for name in names_of(step.arguments)}
+        assert not any(place.offset for _, place in bases.values()), "a kernel in Triton is given whole arrays"
+        every = dict.fromkeys(base for base, _ in bases.values())
+        written = [base for base in every if base in self.launch.arrays]
+        there = {base: self._filled(base) for base in every}
+        given = [base for base in every if there[base] is not None]
+        assert set(every) == {*given, *written}, f"{set(every) - {*given, *written}} are read before they are written"
+        places = {base: at for at, base in enumerate(given)}
+        aliases = {places[base]: at for at, base in enumerate(written) if base in places}
+        places |= {base: len(given) + at for at, base in enumerate(written) if base not in places}
+        pointers = {name: places[base] for name, (base, _) in bases.items()}
+        call = targets.triton(step, pointers, len(given) + len(written))
+        run = jax.ffi.ffi_call(call.target, [self._struct(x, True) for x in written], input_output_aliases=aliases)
+        found = run(*(there[base].reshape(-1) for base in given), **call.attributes)  # type: ignore[union-attr]
+        self.memory |= dict(zip(written, found, strict=True))
 
     def _role(self, parameter: Parameter, base: str) -> tuple[Role, Array | None]:
         """What an array is to this call of a kernel, and its memory before."""

@@ -1,45 +1,46 @@
 """Which calls kernels compute, and their launches: planned as torch's are, from the same limits and measured costs.
 
-The kernels are those for Hopper. A recipe is a call as data, for arrays of some sizes; its lists are numpy's until they
-are placed.
+Calls in 16 bits are computed by the kernels for Hopper, those in float32 by kernels in Triton. A recipe is a call as
+data, for arrays of some sizes; its lists are numpy's until they are placed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
-import jax
 import numpy as np
 
 from gossamer.cute.row_items import LISTS
 from gossamer.jax.kernels import targets
+from gossamer.jax.kernels.targets import HOPPER, TRITON
 from gossamer.kernels.contract import Implementation, Scoring
-from gossamer.kernels.hopper import ALONE as IMPLEMENTATION
+from gossamer.kernels.hopper import ALONE
 from gossamer.kernels.hopper.device.gather.configurations import ROWS
 from gossamer.kernels.hopper.device.rows.configurations import RowsConfig
 from gossamer.kernels.launch import EDGE, Builder, Direction, Kernel, Launch, Operand, Prepared, with_own
 from gossamer.kernels.parts import PartitionedCall, Selection
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.build import build
-from gossamer.layouts.gather import build_gather
+from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.layouts.items import BEGIN, END
 from gossamer.memo import Memo
 from gossamer.patterns import Pattern
-from gossamer.plan.capability import Candidate, reasons
+from gossamer.plan.capability import Candidate, Capability, reasons
 from gossamer.plan.choice import choose
 from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
+from gossamer.plan.table import load
 
-NAME = "hopper"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Arrays = Mapping[str, Any]  # of a launch's lists, by name
 Source = Pattern | BlockLayout
 
-PROCESSORS = 132  # of an H100 or H200, where JAX does not say how many a GPU has
+GATHERED = "_indices"  # how arrays of columns are called in launches for Hopper
 UNKNOWN = "reads lists whose numbers are known when a program is written"
 
 _recipes: Memo[Made] = Memo()
@@ -47,44 +48,48 @@ _layouts: Memo[Any] = Memo()
 _plans: Memo[Plan] = Memo()
 
 
-class Chip(NamedTuple):
-    """What a plan asks of a GPU."""
-
-    sm: int  # compute capability, 10 * major + minor
-    processors: int
-
-
-@cache
-def chip() -> Chip | None:
-    """The facts of the first CUDA device that this process computes on; None where it has none."""
-    try:
-        device, *_ = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return None
-    major, minor = str(device.compute_capability).split(".")
-    return Chip(10 * int(major) + int(minor), int(getattr(device, "core_count", PROCESSORS)))
-
-
 def on_chip(problem: Problem) -> Problem:
     """The static facts of a call as a plan for the GPU wants them."""
-    found = chip()
+    found = targets.chip()
     sm, processors = (None, 1) if found is None else found
     return replace(problem, device="cuda", sm=sm, processors=processors, backward=False)
 
 
-def refusals(problem: Problem, source: Source | None) -> list[str]:
+def implementation_of(dtype: str) -> str:
+    """The name of the implementation whose kernels compute calls of a type."""
+    return TRITON if dtype == "float32" else HOPPER
+
+
+def refusals(problem: Problem, source: Source | None, named: str | None = None) -> list[str]:
     """Every reason why kernels do not compute a call; empty when they do.
 
     Args:
         problem: as `on_chip` gives it.
         source: what says which pairs are kept; None: arrays whose numbers are not known here.
+        named: the implementation that was asked for; None: that of the type.
     """
-    if chip() is None:
+    if targets.chip() is None:
         return ["jax finds no CUDA device"]
     if isinstance(source, BlockLayout):
         problem = replace(problem, tile=(source.block_q, source.block_kv))
-    found = reasons(replace(problem, backward=True), IMPLEMENTATION.capability) or targets.missing()
+    problem = replace(problem, backward=True)
+    if (named or implementation_of(problem.dtype)) == HOPPER:
+        found = reasons(problem, ALONE.capability) or targets.missing()
+    else:
+        found = targets.missing_for_triton() or reasons(problem, _of_triton())
     return found if source is not None else [*found, UNKNOWN]
+
+
+def _of_triton() -> Capability:
+    """What kernels in Triton compute from JAX."""
+    every = _implementation(TRITON).capability
+    terms = every.score_terms - {"alibi_slopes", "alibi_distance"}
+    return replace(every, dtypes=frozenset({"float32"}), score_terms=terms)
+
+
+def _implementation(name: str) -> Any:
+    """An implementation that plans may choose, and whose launches are run."""
+    return ALONE if name == HOPPER else load(name)
 
 
 class Made(NamedTuple):
@@ -122,6 +127,7 @@ class Recipe:
     pattern: Pattern | None = field(repr=False)  # from which those of other sizes are made
     gathers: bool  # over lists of columns: a layout of tiles would be large and nearly empty
     digest: str
+    layout: Any = field(repr=False)  # of the forward in Triton, of numpy arrays
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self._key == other._key
@@ -139,10 +145,21 @@ class Recipe:
         Args:
             lists: its own, by direction.
         """
-        steps = [s.kernel for d in DIRECTIONS for s in self.directed[d].launch.steps if s.kernel.implementation == NAME]
-        (config, *_), p = steps[0].key, self.problem
+        steps = [s.kernel for d in DIRECTIONS for s in self.directed[d].launch.steps if s.kernel.implementation != EDGE]
+        kernels, p = tuple(kernel.name for kernel in steps), self.problem
+        if isinstance(self.layout, GatherLayout):
+            rows = self.layout.block_q
+            listed = int(self.layout.rows.counts.astype(np.int64).sum()) // math.prod(self.layout.lead)
+            return Work(kernels, (rows, 1), listed, -(-p.Q // rows) * p.K, 0)
+        if self.layout is not None:
+            walk = self.layout.rows
+            of_kind = {
+                kind: int(x.counts.astype(np.int64).sum()) // math.prod(walk.lead) for kind, x in walk.lists.items()
+            }
+            every = walk.tiles * -(-p.K // walk.block_columns)
+            return Work(kernels, (walk.block_rows, walk.block_columns), sum(of_kind.values()), every, of_kind["bits"])
+        config, *_ = steps[0].key
         items = [np.asarray(x) for name, x in lists["forward"].items() if name.endswith("rows_items")]
-        kernels = tuple(kernel.name for kernel in steps)
         if isinstance(config, RowsConfig):
             Bl, Hl = (1, 1) if self.pattern is None else self.pattern.lead
             listed = sum(int((x[:, END] - x[:, BEGIN]).sum()) for x in items) // (Bl * (p.H if Hl > 1 else 1))
@@ -167,13 +184,17 @@ def made_for(problem: Problem, scoring: Scoring, source: Source) -> Made:
     key = (problem, scoring, source if isinstance(source, Pattern) else id(source))
 
     def make() -> Made:
-        prepared = {d: _prepared(problem, scoring, source, d) for d in DIRECTIONS}
-        directed = {d: Directed(p.launch, operands) for d, (p, operands) in prepared.items()}
+        described = {d: _described(problem, scoring, source, d) for d in DIRECTIONS}
+        directed = {d: Directed(x.prepared.launch, x.operands) for d, x in described.items()}
+        lists: dict[str, Arrays] = {
+            d: {name: np.asarray(y) for name, y in x.prepared.layout.items()} for d, x in described.items()
+        }
         digest = hashlib.sha256(repr([(d, x.launch) for d, x in directed.items()]).encode()).hexdigest()
-        gathers = any(name.endswith("_indices") for name in directed["forward"].launch.layout)
+        layout = described["forward"].layout
+        gathers = isinstance(layout, GatherLayout) or any(name.endswith(GATHERED) for name in lists["forward"])
         pattern = source if isinstance(source, Pattern) else None
-        recipe = Recipe(problem, scoring, directed, pattern, gathers, digest)
-        return Made(recipe, {d: p.layout for d, (p, _) in prepared.items()}, source)
+        of_triton = layout if implementation_of(problem.dtype) == TRITON else None
+        return Made(Recipe(problem, scoring, directed, pattern, gathers, digest, of_triton), lists, source)
 
     return _recipes.get_or_make(key, make, lambda made: nbytes(made.lists))
 
@@ -184,25 +205,33 @@ def nbytes(lists: Mapping[str, Arrays]) -> int:
     return sum(every.values())
 
 
-def _prepared(
-    problem: Problem, scoring: Scoring, source: Source, direction: Direction
-) -> tuple[Prepared, Mapping[str, Operand]]:
-    """One direction of a call, and how its arrays lie."""
+class _Described(NamedTuple):
+    """One direction of a call."""
+
+    prepared: Prepared
+    operands: Mapping[str, Operand]  # how its arrays lie
+    layout: BlockLayout | GatherLayout | None  # of numpy arrays; None where it is computed in parts
+
+
+def _described(problem: Problem, scoring: Scoring, source: Source, direction: Direction) -> _Described:
+    """One direction of a call."""
     given, results = _operands(problem, direction)
     operands = given | results
     problem = replace(problem, backward=direction == "backward")
-    edge = JaxEdge()
-    if isinstance(source, BlockLayout):
-        prepared = IMPLEMENTATION.prepare(problem, source, direction, scoring, operands)
-    else:
+    name, edge = implementation_of(problem.dtype), JaxEdge()
+    selected = Selection(_implementation(name), source)
+    if isinstance(source, Pattern):
         plan = edge.plan(problem, direction == "backward")
-        if plan.partition(source.handle, scoring.q_offset):
+        # Parts are views that begin anywhere in an array, of which Triton's launches from JAX know none.
+        if name == HOPPER and plan.partition(source.handle, scoring.q_offset):
             call = PartitionedCall(plan, edge, source, scoring, operands)
             prepared = call.forward() if direction == "forward" else call.backward()
-        else:
-            selected = edge.select(plan, source, scoring.q_offset)
-            prepared = selected.implementation.prepare(problem, selected.layout, direction, scoring, operands)
-    return with_own(prepared, results), operands
+            return _Described(with_own(prepared, results), operands, None)
+        selected = edge.select(plan, source, scoring.q_offset)
+    # Launches in Triton are described over tensors of torch, which share the memory of numpy's arrays.
+    layout = selected.layout if name == HOPPER else selected.layout.to("cpu")
+    prepared = selected.implementation.prepare(problem, layout, direction, scoring, operands)
+    return _Described(with_own(prepared, results), operands, selected.layout)
 
 
 def _operands(p: Problem, direction: Direction) -> tuple[dict[str, Operand], dict[str, Operand]]:
@@ -228,11 +257,12 @@ def _operands(p: Problem, direction: Direction) -> tuple[dict[str, Operand], dic
 
 
 class JaxEdge:
-    """What the parts of a call (`kernels.parts`) ask of JAX: plans and layouts for the kernels for Hopper alone."""
+    """What the parts of a call (`kernels.parts`) ask of JAX: plans and layouts for kernels that it calls."""
 
     def plan(self, problem: Problem, backward: bool) -> Plan:
         problem = replace(problem, backward=backward)
-        return _plans.get_or_make(problem, lambda: Plan(problem, (cast(Candidate, IMPLEMENTATION),), ()))
+        one = _implementation(implementation_of(problem.dtype))
+        return _plans.get_or_make(problem, lambda: Plan(problem, (cast(Candidate, one),), ()))
 
     def select(self, plan: Plan, pattern: Pattern, q_offset: int) -> Selection:
         chosen, p = choose(plan, pattern, q_offset), plan.problem

@@ -1,5 +1,7 @@
 """Compiled kernels as targets of XLA's foreign function interface, named by what they are made from.
 
+Those in CuTe DSL are targets of their own; those in Triton are attributes of the one target that JAX has for them.
+
 A target is registered once in a process, for all calls of its kernel, of any sizes: numbers are attributes. Programs
 that are exported hold the name alone: the process that runs them registers what they name by `register`.
 """
@@ -8,18 +10,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import RLock
 from typing import Any, NamedTuple
 
+import jax
+
 from gossamer.cute import store
 from gossamer.cute.parameters import Parameter, Role
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.launch import Kernel
+from gossamer.kernels.launch import Kernel, Step
+from gossamer.plan.table import load
 
 PACKAGE = "jax-tvm-ffi"
 INSTALL = "in a checkout of gossamer: pip install '.[jax,hopper]'"
+PROCESSORS = 132  # of an H100 or H200, where JAX does not say how many a GPU has
 MOST = 1024  # handlers of that package in a process, those of others among them
 
 
@@ -32,7 +39,8 @@ class Driver(NamedTuple):
     name: Callable[..., str]  # likewise
 
 
-HOPPER = "hopper"
+HOPPER, TRITON = "hopper", "triton"
+ALIGNED = 16  # bytes: XLA's memory is, and kernels are compiled for it
 
 
 def kind_of(kernel: Kernel) -> store.Kernel:
@@ -61,6 +69,63 @@ def _name(kernel: Kernel, roles: tuple[Role, ...]) -> str:
 driver = Driver("cuda", "gpu", _function, _name)
 _lock = RLock()
 _registered: dict[str, int] = {}  # with how many numbers
+
+
+class Chip(NamedTuple):
+    """What a plan asks of a GPU."""
+
+    sm: int  # compute capability, 10 * major + minor
+    processors: int
+
+
+@cache
+def chip() -> Chip | None:
+    """The facts of the first CUDA device that this process computes on; None where it has none."""
+    try:
+        device, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return Chip(10 * int(major) + int(minor), int(getattr(device, "core_count", PROCESSORS)))
+
+
+class TritonCall(NamedTuple):
+    """A call of a kernel in Triton."""
+
+    target: str
+    attributes: dict[str, Any]
+
+
+def triton(step: Step, places: Mapping[str, int], pointers: int) -> TritonCall:
+    """The call of a kernel in Triton that a step runs: of its arrays, then of its results, which are `pointers`.
+
+    Args:
+        places: of each array of the step, which of them it is.
+    """
+    from jaxlib import gpu_triton as library
+
+    from gossamer.kernels.ptx import call_of
+    from gossamer.kernels.triton import KERNELS
+
+    found = chip()
+    assert found is not None, "a kernel in Triton is compiled for a GPU that is there"
+    call = call_of(KERNELS[step.kernel.name], step, found.sm, places, pointers)
+    kernel = library.TritonKernel(call.name, call.warps, 1, call.shared, call.text, "", found.sm)
+    given = [library.create_array_parameter(0, ALIGNED)] * pointers
+    given += [library.create_scalar_parameter(x.value, x.type) for x in call.numbers]
+    opaque = zlib.compress(library.TritonKernelCall(kernel, *call.grid, given).to_proto(call.name, b""))
+    return TritonCall("triton_kernel_call_ffi", {"name": call.name, "opaque": opaque})
+
+
+@cache
+def missing_for_triton() -> list[str]:
+    """What of the packages that run kernels in Triton from JAX is not installed."""
+    loaded = load(TRITON)
+    if isinstance(loaded, str):
+        return [f"needs the packages triton and torch, which compile them: {loaded}"]
+    from jaxlib import gpu_triton
+
+    return [] if hasattr(gpu_triton, "TritonKernel") else ["jaxlib's CUDA plugin has no target for kernels in Triton"]
 
 
 @cache
