@@ -452,7 +452,8 @@ def _computed(x: Inputs, form: Form, tensors: Contents, layout: Any) -> Made:
         found = soak_structure.attention(*inputs, given[0], **given[1], **x.options)
         out, *more = found if c.return_lse else (found,)
         results = (in_layout(c, out), *more)
-    text = f"{x.options}, dims {c.dims}"
+    said = {name: y for name, y in x.options.items() if not isinstance(y, Tensor)}  # whose numbers a graph has not
+    text = f"{said}, dims {c.dims}"
     return Made(c, x.four, x.leaves, x.sinks, x.counts, results, text)
 
 

@@ -85,6 +85,7 @@ def test_cases(case: Case, dtype: str) -> None:
     compare(x, run(x, case.pattern(), implementation_of(dtype)), ROUNDING[dtype])
 
 
+@pytest.mark.filterwarnings("ignore:the lists of")  # of single rows they are large
 @pytest.mark.parametrize(("name", "dtype"), of_type(OF_LARGER))
 def test_larger(name: str, dtype: str) -> None:
     pattern, sizes, terms = (LARGER | WIDER)[name]

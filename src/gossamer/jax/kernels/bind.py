@@ -94,9 +94,10 @@ class _Run:
         given = [self._value(x) if isinstance(x, str) else None for x in step.arguments]
         made = FUNCTIONS[name](*key, *given)
         if step.returns:
-            (returned,) = step.returns
-            self.memory[returned.name] = made
-            self.known[returned.name] = Operand(str(made.dtype), made.shape, compact(made.shape))
+            every = made if isinstance(made, tuple) else (made,)
+            for returned, x in zip(step.returns, every, strict=True):
+                self.memory[returned.name] = x
+                self.known[returned.name] = Operand(str(x.dtype), x.shape, compact(x.shape))
             return
         targets_of = step.arguments[-WRITES[name] :]
         for target, value in zip(targets_of, made, strict=True):

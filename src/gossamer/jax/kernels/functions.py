@@ -43,6 +43,14 @@ def empty_rows(sinks: Array | None, out: Array, lse: Array) -> tuple[Array, Arra
     return jnp.zeros_like(out), of_rows if sinks is None else jnp.broadcast_to(sinks[:, None], lse.shape)
 
 
+def rows_of_results(dout: Array, dlse: Array | None, out: Array, lse: Array) -> tuple[Array, Array]:
+    """(delta, lse), each (B, H, Q): see `kernels.row_formulas.row_terms`."""
+    empty = lse == -jnp.inf
+    delta = jnp.where(out == 0, 0.0, dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    return jnp.where(empty, 0.0, delta), jnp.where(empty, jnp.inf, lse)
+
+
 def combine(part_out: Array, part_lse: Array, out: Array, lse: Array) -> tuple[Array, Array]:
     """Two attentions over the same rows as one."""
     # Of two weights near 0 and 1, neither is made of the other: it would lose its digits. Without keys both are NaN.
@@ -64,5 +72,5 @@ def repeated(times: int, x: Array) -> Array:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (copy, add, zero, sums_of_groups, empty_rows, combine, class_lengths, repeated)
+    for function in (copy, add, zero, sums_of_groups, empty_rows, rows_of_results, combine, class_lengths, repeated)
 }
