@@ -105,7 +105,7 @@ def test_lists_hold_each_tile_once(rows: int, together: Callable[[int | None], N
         ({"key_lengths": [1.5]}, "key_lengths, a list, must hold B=1 integers"),
         ({"sink_logits": jnp.ones(3)}, r"sink_logits must have shape \(H,\) = \(2,\)"),
         ({"alibi_slopes": jnp.ones(2, jnp.int32)}, "alibi_slopes must be float16"),
-        ({"implementation": "magic"}, "implementation must be None or one of blocked, hopper; got 'magic'"),
+        ({"implementation": "magic"}, "implementation must be None or one of blocked, hopper, triton; got 'magic'"),
         ({"return_residual": 1}, "return_residual must be True or False"),
         ({"deterministic": None}, "deterministic must be True or False"),
         ({"pattern": "causal"}, "pattern must be None, a Pattern.*causal attention is Causal"),

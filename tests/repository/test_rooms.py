@@ -122,7 +122,7 @@ FRAMEWORKS = {
     "kernels.triton": allowed("numpy torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "jax": allowed("numpy jax"),
-    "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi"),
+    "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi jaxlib"),
     "jax.nnx": allowed("numpy jax flax"),
     "kernels.hopper.schedule.item_kernels": allowed("triton"),
     "kernels.hopper.schedule.item_words": allowed("triton"),

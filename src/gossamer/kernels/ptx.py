@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gossamer.kernels.launch import Constant, Group, Step
 from gossamer.kernels.relaunch import Programs, compiled_for
 
-ENTRY = re.compile(r"\.entry\s+(\w+)\(([^)]*)\)")
+ENTRY = re.compile(r"\.entry\s+(?P<name>\w+)\((?P<parameters>[^)]*)\)")
 POINTER = ".param .u64"
 # The version of the text: the oldest that knows a GPU (Triton writes the newest), for whatever compiles it.
 VERSIONS = ((120, 87), (100, 86), (90, 80), (80, 76))
@@ -90,13 +90,14 @@ def _arranged(text: str, places: tuple[int | None, ...], pointers: int) -> tuple
     """
     found = ENTRY.search(text)
     assert found is not None, "PTX without an entry"
-    name, declared = found[1], [line.strip() for line in found[2].split(",")]
+    name, declared = found["name"], [line.strip() for line in found["parameters"].split(",")]
     scratch = len(declared) - len(places)
-    assert 0 <= scratch <= SCRATCH and all(x.startswith(POINTER) for x in declared[len(places) :]), found[0]
+    assert 0 <= scratch <= SCRATCH and all(x.startswith(POINTER) for x in declared[len(places) :]), declared
     numbers = [at for at, place in enumerate(places) if place is None] + [*range(len(places), len(declared))]
     order = {at: pointers + n for n, at in enumerate(numbers)}
     order |= {at: place for at, place in enumerate(places) if place is not None}
-    kinds = [POINTER] * pointers + [declared[at].rpartition(" ")[0] for at in numbers]
+    kinds = [POINTER] * pointers + [kind for kind, _, _ in (declared[at].rpartition(" ") for at in numbers)]
     entry = ",\n".join(f"\t{kind} {name}_given_{at}" for at, kind in enumerate(kinds))
-    body = re.sub(rf"\b{name}_param_(\d+)\b", lambda m: f"{name}_given_{order[int(m[1])]}", text[found.end() :])
+    read = re.compile(rf"\b{name}_param_(?P<at>\d+)\b")
+    body = read.sub(lambda m: f"{name}_given_{order[int(m['at'])]}", text[found.end() :])
     return f"{text[: found.start()]}.entry {name}(\n{entry}\n){body}", scratch

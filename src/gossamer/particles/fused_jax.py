@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from gossamer.jax.kernels import targets
-from gossamer.jax.kernels.recipes import chip
+from gossamer.jax.kernels.targets import chip
 from gossamer.particles.calls import CHANNELS, call_of
 from gossamer.particles.cells import Runs
 from gossamer.particles.geometry import Sizes

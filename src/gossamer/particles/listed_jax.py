@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from gossamer.jax.kernels import bind, targets
-from gossamer.jax.kernels.recipes import chip
+from gossamer.jax.kernels.targets import chip
 from gossamer.kernels.launch import Direction
 from gossamer.particles import fused_jax
 from gossamer.particles import groups as group_lists

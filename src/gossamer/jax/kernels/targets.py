@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -105,11 +105,10 @@ def triton(step: Step, places: Mapping[str, int], pointers: int) -> TritonCall:
     from jaxlib import gpu_triton as library
 
     from gossamer.kernels.ptx import call_of
-    from gossamer.kernels.triton import KERNELS
 
     found = chip()
     assert found is not None, "a kernel in Triton is compiled for a GPU that is there"
-    call = call_of(KERNELS[step.kernel.name], step, found.sm, places, pointers)
+    call = call_of(cast(Any, load(TRITON)).function(step.kernel.name), step, found.sm, places, pointers)
     kernel = library.TritonKernel(call.name, call.warps, 1, call.shared, call.text, "", found.sm)
     given = [library.create_array_parameter(0, ALIGNED)] * pointers
     given += [library.create_scalar_parameter(x.value, x.type) for x in call.numbers]

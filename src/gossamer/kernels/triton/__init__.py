@@ -71,7 +71,11 @@ class Triton:
         return {"forward": module.forward, "backward": module.backward}[direction](problem, layout, scoring, operands)
 
     def kernel(self, name: str, *key: Any) -> Callable[..., None]:
-        return relaunch.launcher(KERNELS[name], Programs(*key))
+        return relaunch.launcher(self.function(name), Programs(*key))
+
+    def function(self, name: str) -> Any:
+        """The function of Triton that a step names."""
+        return KERNELS[name]
 
 
 KERNELS = {
