@@ -32,6 +32,7 @@ from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
 from gossamer.torch.paged import PagedLayout, paged_call
+from gossamer.torch.paged_kernel import by_table
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.repeated import by_structure
 from gossamer.torch.request import DENSE, Request, request_of, resolve_pattern
@@ -192,6 +193,13 @@ def attention(
                 return (out, lse) if return_lse else out
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
+        options = AttentionOptions(
+            scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,
+            implementation, deterministic, layout,
+        )  # fmt: skip
+        out, lse = over_pages(q, k, v, pattern, options, merge)
+        return (out, lse) if return_lse else out
     key: Key | None = None
     vectors: Vectors | tuple[()] = ()
     if merge is None and not key_lengths is sink_logits is alibi_slopes is None:
@@ -210,15 +218,32 @@ def attention(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
         deterministic, layout,
     )  # fmt: skip
-    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
-        paged = paged_call(q, k, v, pattern, options, merge)
-        out, lse = paged.joined([_run(request, None) for request in paged.requests])
-    elif merge is None:
+    if merge is None:
         found = None if compiling or key is not None else by_structure(q, k, v, pattern, options, vectors)
         out, lse = _run(request_of(q, k, v, pattern, options, vectors), key) if found is None else found
     else:
         out, lse = _merged(q, k, v, pattern, merge, options)
     return (out, lse) if return_lse else out
+
+
+def over_pages(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, options: AttentionOptions, joining: Any = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of a call over pages.
+
+    Args:
+        pattern: `PackedSequences` with pages, or what `device_layout` made of them.
+        joining: `merge` of `attention`.
+        out: is written, where it is given.
+    """
+    if joining is None and isinstance(pattern, PackedSequences):
+        found = by_table(q, k, v, pattern, options, out)
+        if found is not None:
+            return found
+    paged = paged_call(q, k, v, pattern, options, joining)
+    made, lse = paged.joined([_run(request, None) for request in paged.requests])
+    return made if out is None else out.copy_(made), lse
 
 
 def _run(request: Request, key: Key | None) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def device_layout(
     implementation: str | None = None,
     deterministic: bool | None = None,
     layout: Layout = BHND,
-) -> BlockLayout | GatherLayout | PagedLayout:
+) -> BlockLayout | GatherLayout | PagedLayout | PackedSequences:
     """The layout that `attention` makes on the device from these arguments, to be its pattern in many calls.
 
     The layers of a model share what is attended, and each call of `attention` would make its own. Offsets, starts and

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.launch import dtype_of
 from gossamer.layouts.device.walks import MOST_POSITIONS
-from gossamer.plan.arguments import ACCEPTED, FLOATS
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.arguments import (
@@ -30,12 +28,11 @@ from gossamer.torch.arguments import (
     coerced,
     describe,
     is_bshd,
-    known,
     validate,
-    vectors_of,
 )
-from gossamer.torch.key import differentiable
 from gossamer.torch.merge import combined
+from gossamer.torch.paged_arguments import Paged, checked, refuse, tensors_over_pages
+from gossamer.torch.paged_kernel import is_by_table
 from gossamer.torch.planning import problem_of
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.structure.base import is_read, narrow, sorted_edges
@@ -50,20 +47,6 @@ ALIGNED = 16  # bytes; kernels copy what is not
 NARROW = (64, 64)  # the tile of kernels in which a page of 64 is one of keys
 COPIES = "pages that are seen are copied behind one another"
 TILES = "pages are tiles of k and v where they lie; those that are seen in part are copied"
-
-
-class Paged(NamedTuple):
-    """The tensors of a call: q (T, H, D), k (P, page_size, G, D) and v (P, page_size, G, E), all of them views."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What a layout is made for."""
-        (T, H, _), (P, size, G, _) = self.q.shape, self.k.shape
-        return T, H, G, P, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,19 +104,7 @@ def paged_call(q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, 
     Raises:
         ValueError: an argument is wrong; `Unsupported` for what is not computed over pages.
     """
-    pages: Pages = pattern.pages
-    _refuse(options, joining)
-    bshd = is_bshd(options.layout)
-    given = _tensors(q, k, v, pages, bshd)
-    if differentiable(q, k, v, options.sink_logits):
-        raise Unsupported("q, k, v and sink_logits must ask for no gradient with pages; call it under torch.no_grad()")
-    sinks = options.sink_logits
-    if sinks is not None:
-        _, sinks, _ = vectors_of(q, None, sinks, None)
-        if not isinstance(sinks, Tensor) or sinks.shape != given.q.shape[1:2] or not sinks.is_floating_point():
-            raise ValueError(f"sink_logits must be a float tensor (H,) = ({given.q.shape[1]},); got {describe(sinks)}")
-        if sinks.device != q.device:
-            raise ValueError(f"sink_logits must be a tensor on q's device, {q.device}; got {describe(sinks)}")
+    bshd, (given, sinks) = is_bshd(options.layout), checked(q, k, v, pattern.pages, options, joining)
     options = options._replace(sink_logits=None, layout="bhnd")
     layout = pattern if isinstance(pattern, PagedLayout) else paged_layout(given, pattern, options)
     if layout.facts != given.facts or layout.token.device != q.device:
@@ -152,86 +123,34 @@ def paged_call(q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, 
 
 def device_layout_of_pages(
     q: Any, k: Any, v: Any, packed: PackedSequences, options: AttentionOptions
-) -> PagedLayout:  # fmt: skip
-    """The layout of sequences in pages, which layers share.
+) -> PagedLayout | PackedSequences:
+    """What layers share of sequences in pages: where a kernel reads the table itself the sequences as they are now.
 
     Raises:
         ValueError: as `paged_call`.
     """
     assert packed.pages is not None
-    _refuse(options, None)
-    given = _tensors(q, k, v, packed.pages, is_bshd(options.layout))
+    refuse(options, None)
+    given = tensors_over_pages(q, k, v, packed.pages, is_bshd(options.layout))
+    if is_by_table(q, k, v, packed, options):
+        return packed.held(q.device, given.q.shape[0])
     return paged_layout(given, packed, options._replace(sink_logits=None, layout="bhnd"))
-
-
-def _refuse(options: AttentionOptions, joining: Any) -> None:
-    """Raise Unsupported for options that say nothing of sequences in pages."""
-    names = ("q_offset", "key_starts", "key_lengths", "alibi_slopes", "alibi_distance")
-    for name, x in [*((name, getattr(options, name)) for name in names), ("merge", joining)]:
-        if x is not None:
-            raise Unsupported(f"{name} must be None with pages, whose positions are those within each sequence")
-
-
-def _tensors(q: Any, k: Any, v: Any, pages: Pages, bshd: bool) -> Paged:
-    """q, k and v in one form.
-
-    Raises:
-        ValueError: they do not fit each other and the pages.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
-            raise ValueError(f"{name} must be a strided torch tensor; got {describe(x)}")
-        if "float8" in dtype_of(x) or (name != "q" and not x.is_floating_point()):
-            raise Unsupported(f"{name} must be of {ACCEPTED}: caches of 8 bits are not computed; got {describe(x)}")
-        if dtype_of(x) not in FLOATS or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} must be a tensor of {ACCEPTED}, of q's dtype and device, {dtype_of(q)} on {q.device}; got "
-                f"{describe(x)}"
-            )
-    form = "(T, H, D) or (1, T, H, D)" if bshd else "(H, T, D) or (1, H, T, D)"
-    if q.ndim not in (3, 4) or (q.ndim == 4 and known(q.shape[0] != 1)):
-        raise ValueError(f"q must be {form}, the queries of all sequences behind one another; got {describe(q)}")
-    one = q.squeeze(0) if q.ndim == 4 else q
-    one = one if bshd else one.transpose(0, 1)
-    form = "(P, page_size, G, size)" if pages.page_layout == "pshd" else "(P, G, page_size, size)"
-    for name, x in (("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be pages {form}; got {describe(x)}")
-        if x.shape[3] and known(x.shape[3] != 1) and x.stride(3) != 1:
-            raise ValueError(f"{name} must have a last stride of 1; got strides {x.stride()}")
-    if pages.page_layout == "phsd":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    H, D, G = one.shape[1], one.shape[2], k.shape[2]
-    if known(k.shape[1] != pages.page_size):
-        raise ValueError(
-            f"k must be pages {form} of page_size={pages.page_size} slots; got shape {tuple(k.shape)} of "
-            "(P, page_size, G, size)"
-        )
-    if known(k.shape[:3] != v.shape[:3]):
-        raise ValueError(f"v must have the pages, slots and heads of k, {tuple(k.shape[:3])}; got {tuple(v.shape[:3])}")
-    if not G or not H or known(H % G != 0):
-        raise ValueError(f"k must have a number of heads G that divides q's H={H}; got G={G}")
-    if not D or known(k.shape[3] != D) or not v.shape[3]:
-        raise ValueError(
-            f"k must have the head size of q, D={D}, and v one of at least 1; got {k.shape[3]} and {v.shape[3]}"
-        )
-    return Paged(one, k, v)
 
 
 def paged_layout(given: Paged, packed: PackedSequences, options: AttentionOptions) -> PagedLayout:
     """The layout of sequences in pages. Nothing is read on the host but where numbers are checked, as on a CPU."""
-    pages, device = packed.pages, given.q.device
-    assert pages is not None
-    cu_seq_q, pages = packed.cu_seq_q, pages.placed(device)
-    if "cu_seq_q" in (packed.on_host or {}):
-        cu_seq_q = cu_seq_q.to(device)
+    T, H, G, P, size = given.facts
+    device, (cu_seq_q, pages) = given.q.device, packed.over_pages(given.q.device, T)
     for name, x in (("cu_seq_q", cu_seq_q), ("block_table", pages.block_table), ("seqused_k", pages.seqused_k)):
         if x.device != device:
             raise ValueError(f"{name} must be on q's device, {device}; got {describe(x)}")
-    T, H, G, P, size = given.facts
-    packed._check_edges("cu_seq_q", "cu_seq_q", T, "T")
     table, ratio, (R, n) = pages.block_table, H // G, pages.block_table.shape
     tile, between = _plan(given, -(-T // max(1, R)) * ratio, options)
+    if pages.batch_invariant and 0 not in (T, R, n, P):
+        raise Unsupported(
+            "batch_invariant must be False but where one kernel computes the call: on a GPU, in 16 bits or float32, of "
+            "heads up to 256, by a rule of one or two intervals, without check, outside of compiled functions"
+        )
     if 0 in (T, R, n, P):
         if pages.read():
             pages.check_numbers(torch.zeros_like(table, dtype=torch.bool), P)

@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from gossamer.patterns import Pattern
-from gossamer.torch.api import attention
-from gossamer.torch.arguments import describe, known, whole
+from gossamer.torch.api import attention, over_pages
+from gossamer.torch.arguments import AttentionOptions, describe, known, whole
 from gossamer.torch.key import differentiable
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure.base import Edges
@@ -34,6 +34,7 @@ def varlen(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,7 +68,8 @@ def varlen(
         block_table: (sequences, n) integers: the pages of each sequence, as `Pages` takes them. cu_seq_k is then None.
         page_layout: "pshd", of k (P, page_size, G, D), or "phsd", of k (P, G, page_size, D).
         scale: as in `attention`, and so are `softcap`, `sink_logits` and `deterministic`.
-        out: (T, H, E) of q's dtype, into which the result is copied; without gradients only.
+        batch_invariant: with block_table, as `Pages` takes it.
+        out: (T, H, E) of q's dtype, which the result is written to; without gradients only.
         return_lse: also return lse (H, T).
 
     Returns:
@@ -102,8 +104,11 @@ def varlen(
             without = "; keys in pages are given with block_table" * (not paged and getattr(x, "ndim", 0) == 4)
             raise ValueError(f"{name} must be {form} of packed sequences; got {describe(x)}{without}")
     if paged:
-        sequences = _of_pages(k, cu_seq_q, cu_seq_k, max_k, pattern, seqused_k, block_table, page_layout)
+        told = block_table, seqused_k, page_layout, batch_invariant
+        sequences = _of_pages(k, cu_seq_q, cu_seq_k, max_k, pattern, *told)
     else:
+        if batch_invariant is not False:
+            raise ValueError(f"batch_invariant must be False without block_table; got {describe(batch_invariant)}")
         if page_layout != "pshd":
             raise ValueError(f'page_layout must be "pshd" without block_table; got {describe(page_layout)}')
         sequences = PackedSequences(cu_seq_q, cu_seq_k, seqused_k=seqused_k, pattern=pattern)
@@ -113,25 +118,31 @@ def varlen(
         check_out(out, q, v)
         if differentiable(q, k, v, sink_logits):
             raise ValueError("out must be None where a gradient is asked for; call it under torch.no_grad()")
-    found, lse = attention(
-        q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic,
-        return_lse=True, layout="bshd",
-    )  # fmt: skip
-    if out is not None:
-        found = out.copy_(found)
+    if paged:
+        options = AttentionOptions(
+            scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic, layout="bshd"
+        )
+        found, lse = over_pages(q, k, v, sequences, options, out=out)
+    else:
+        found, lse = attention(
+            q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic,
+            return_lse=True, layout="bshd",
+        )  # fmt: skip
+        found = found if out is None else out.copy_(found)
     return (found, lse) if return_lse else found
 
 
 def _of_pages(
-    k: Tensor, cu_seq_q: Any, cu_seq_k: Any, max_k: Any, pattern: Any, seqused_k: Any, block_table: Any,
-    page_layout: Any,
+    k: Tensor, cu_seq_q: Any, cu_seq_k: Any, max_k: Any, pattern: Any, block_table: Any, seqused_k: Any,
+    page_layout: Any, batch_invariant: Any,
 ) -> PackedSequences:  # fmt: skip
     """The sequences of a call over pages."""
     if seqused_k is None:
         raise ValueError("seqused_k must be given with block_table: the number of keys of each sequence; got None")
     if cu_seq_k is not None:
         raise ValueError(f"cu_seq_k must be None with block_table; got {describe(cu_seq_k)}")
-    pages = Pages(block_table, seqused_k, k.shape[2 if page_layout == "phsd" else 1], page_layout=page_layout)
+    size = k.shape[2 if page_layout == "phsd" else 1]
+    pages = Pages(block_table, seqused_k, size, page_layout=page_layout, batch_invariant=batch_invariant)
     if max_k is not None:
         most = whole(max_k)
         if most is None or known(most < 0):

@@ -7,10 +7,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from gossamer.kernels.reaches import Reaching, narrowed, reached
 from gossamer.kernels.search import at_most
-
-MOST: tl.constexpr = tl.constexpr(2**31 - 1)
-
 
 # Of no number are kernels compiled: offsets and reaches change from call to call.
 # The numbers of `bounds_kernel` beside those of `Reaching`.
@@ -21,8 +19,6 @@ BoundNumbers = namedtuple(
     "BoundNumbers",
     "Q K T lines length n steps chunks position most line_step used_step offset_step start_step key_length_step",
 )
-# The keys that a row reaches: see `bounds.row_bounds`.
-Reaching = namedtuple("Reaching", "left_least left_most left right_least right_most right first block")
 # What `bounds_kernel` is compiled for.
 # OF_IDS: whether runs, edges of documents or of sequences say the keys beside positions
 BoundForm = namedtuple(
@@ -39,12 +35,6 @@ def _lesser(x, y):
 @triton.jit
 def _greater(x, y):
     return tl.maximum(x, y)
-
-
-@triton.jit
-def _narrow(x, least, most):
-    """`torch.structure.base.narrow`."""
-    return tl.minimum(tl.maximum(x.to(tl.int64), least), most).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["lines", "length", "chunks", "stride_b", "stride_n"])
@@ -79,7 +69,7 @@ def _sort(given, stride, edges, n, most, EDGES: tl.constexpr):
     greatest = tl.zeros((), dtype=tl.int32)
     for n0 in range(0, n, EDGES):
         at = n0 + tl.arange(0, EDGES)
-        x = _narrow(tl.load(given + at.to(tl.int64) * stride, mask=at < n, other=0), 0, most)
+        x = narrowed(tl.load(given + at.to(tl.int64) * stride, mask=at < n, other=0), 0, most)
         x = tl.maximum(tl.associative_scan(x, 0, _greater), greatest)
         tl.store(edges + at, x, mask=at < n)
         greatest = tl.max(x, 0)
@@ -92,27 +82,6 @@ def edges_kernel(given_q, given_k, edges, n, stride_q, stride_k, most_q, most_k,
         _sort(given_q, stride_q, edges, n, most_q, EDGES)
     else:
         _sort(given_k, stride_k, edges + n, n, most_k, EDGES)
-
-
-@triton.jit
-def _moved(i, least, most, by):
-    """`patterns.reach._moved`, of whose limits none leaves int32."""
-    return tl.minimum(tl.maximum(i, least), most) + by
-
-
-@triton.jit
-def _reached(i, K, reach, HAS_BLOCK: tl.constexpr):
-    """`Reach.bounds`."""
-    left_least, left_most, left, right_least, right_most, right, first, block = reach
-    lo, hi = _moved(i, left_least, left_most, left), _moved(i, right_least, right_most, right)
-    if HAS_BLOCK:
-        # No remainder of a negative number is taken, which has the sign that a compiler gives it.
-        end = tl.minimum((K.to(tl.int64) + block - 1) // block * block, MOST).to(tl.int32)
-        inside = tl.minimum(i, end)
-        begin = tl.where(inside < 0, -block, inside - tl.maximum(inside, 0) % block)
-        lo = tl.maximum(lo, tl.minimum(tl.maximum(begin, 0), K))
-        hi = tl.minimum(hi, _moved(begin, -block, K - block, block))
-    return tl.minimum(lo, first), tl.minimum(hi, first)
 
 
 @triton.jit
@@ -157,7 +126,7 @@ def bounds_kernel(
     b = lead.to(tl.int64)
     i = r + position
     if FORM.HAS_OFFSETS:
-        i = r + _narrow(tl.load(offsets + b * numbers.offset_step), -most, most)
+        i = r + narrowed(tl.load(offsets + b * numbers.offset_step), -most, most)
     if FORM.OF_SEQUENCES:
         begin, end = tl.load(edges), tl.load(edges + n - 1)
         inner = tl.minimum(tl.maximum(r, begin), end - 1)
@@ -165,9 +134,9 @@ def bounds_kernel(
         base = tl.load(edges + n + at)
         keys = tl.load(edges + n + at + 1) - base
         if FORM.HAS_USED:
-            keys = tl.minimum(keys, _narrow(tl.load(used + at.to(tl.int64) * numbers.used_step), 0, K))
+            keys = tl.minimum(keys, narrowed(tl.load(used + at.to(tl.int64) * numbers.used_step), 0, K))
         i = inner - tl.load(edges + at + 1) + keys
-    row_lo, row_hi = _reached(i, K, reach, FORM.HAS_BLOCK)
+    row_lo, row_hi = reached(i, K, reach, FORM.HAS_BLOCK)
     if FORM.OF_IDS:
         run_lo, run_hi = _of_runs(i, runs, changes, lead * numbers.line_step, lines, length, chunks, CHUNK, FORM.SUMS)
         row_lo, row_hi = tl.maximum(row_lo, tl.minimum(run_lo, K)), tl.minimum(row_hi, run_hi)
@@ -182,10 +151,10 @@ def bounds_kernel(
         row_lo, row_hi = tl.where(r >= end, row_hi, row_lo), tl.where(r < begin, row_lo, row_hi)
     row_hi = tl.maximum(row_lo, row_hi)
     if FORM.HAS_STARTS:
-        start = _narrow(tl.load(key_starts + b * numbers.start_step), 0, K)
+        start = narrowed(tl.load(key_starts + b * numbers.start_step), 0, K)
         row_lo, row_hi = tl.maximum(row_lo, start), tl.maximum(row_hi, start)
     if FORM.HAS_LENGTHS:
-        behind = _narrow(tl.load(key_lengths + b * numbers.key_length_step), 0, K)
+        behind = narrowed(tl.load(key_lengths + b * numbers.key_length_step), 0, K)
         row_lo, row_hi = tl.minimum(row_lo, behind), tl.minimum(row_hi, behind)
     tl.store(lo + b * Q + r, row_lo, mask=r < Q)
     tl.store(hi + b * Q + r, row_hi, mask=r < Q)

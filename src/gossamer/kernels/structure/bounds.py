@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.reaches import Reaching
 from gossamer.kernels.relaunch import launch, power
 from gossamer.kernels.structure.bound_kernels import (
     BoundForm,
     BoundNumbers,
-    Reaching,
     bounds_kernel,
     edges_kernel,
     runs_kernel,

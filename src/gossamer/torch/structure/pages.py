@@ -34,6 +34,8 @@ class Pages:
             one outside of [0, n * page_size] raises, on a GPU it is clamped.
         page_size: slots of a page.
         page_layout: "pshd" or "phsd", for page, slot, head and dimension.
+        batch_invariant: a sequence's results have the same bits whatever other sequences are in the call: its keys are
+            cut by their own number alone. On a GPU, by the kernel that reads the table (`docs/limits.md`); else refused.
         check: raise ValueError for wrong lengths, and for pages that do not exist, on a GPU too, where their keys are
             else left out; this waits for it, and cannot be compiled.
 
@@ -54,7 +56,7 @@ class Pages:
 
     def __init__(
         self, block_table: Tensor | np.ndarray, seqused_k: Edges, page_size: int, *,
-        page_layout: PageLayout = "pshd", check: bool = False,
+        page_layout: PageLayout = "pshd", batch_invariant: bool = False, check: bool = False,
     ) -> None:  # fmt: skip
         table: Any = block_table
         if isinstance(table, np.ndarray) and table.dtype.kind in "iu":
@@ -75,7 +77,7 @@ class Pages:
         self.seqused_k = vector_of("seqused_k", seqused_k, table.shape[0])
         self.page_size: int = size
         self.page_layout: PageLayout = page_layout
-        self.checked = boolean("check", check)
+        self.batch_invariant, self.checked = boolean("batch_invariant", batch_invariant), boolean("check", check)
         if known(table.shape[1] * size > MOST_SLOTS):
             raise ValueError(
                 f"block_table must have room for at most 2**31 - 2**16 keys of a sequence; got {table.shape[1]} pages "
@@ -95,9 +97,17 @@ class Pages:
 
     def placed(self, device: torch.device) -> Pages:
         """These pages with what was given on the host on a device."""
+        if not self._of_host:
+            return self
         made = copy(self)
         for name in self._of_host:
             setattr(made, name, getattr(self, name).to(device))
+        return made
+
+    def held(self) -> Pages:
+        """These pages as they are now, whatever is written to their tensors later."""
+        made = copy(self)
+        made.block_table, made.seqused_k, made._of_host = self.block_table.clone(), self.seqused_k.clone(), []
         return made
 
     def up_to(self, keys: int) -> Pages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from gossamer.torch.structure.base import (
     Edges,
     Sizes,
     Structure,
+    is_read,
     narrow,
     rule_of,
     sorted_edges,
@@ -106,6 +108,25 @@ class PackedSequences(Structure):
                 "cu_seq_q and pages must tell of as many sequences; "
                 f"got {describe(cu_seq_q)} and block_table {describe(self.pages.block_table)}"
             )
+
+    def over_pages(self, device: torch.device, T: int) -> tuple[Tensor, Pages]:
+        """cu_seq_q, of T tokens, and the pages, on a device; what the host was given is checked.
+
+        Raises:
+            ValueError: edges are wrong, as far as they are read.
+        """
+        assert self.pages is not None
+        if self.on_host or is_read("PackedSequences", self.checked, self.cu_seq_q):
+            self._check_edges("cu_seq_q", "cu_seq_q", T, "T")
+        cu_seq_q = self.cu_seq_q.to(device) if self.on_host else self.cu_seq_q
+        return cu_seq_q, self.pages.placed(device)
+
+    def held(self, device: torch.device, T: int) -> PackedSequences:
+        """These sequences over pages as they are now, whatever is written to their tensors later."""
+        made = copy(self)
+        cu_seq_q, pages = self.over_pages(device, T)
+        made.cu_seq_q, made.pages, made.on_host = cu_seq_q.clone(), pages.held(), {}
+        return made
 
     def __repr__(self) -> str:
         used = "" if self.seqused_k is None else ", seqused_k"

@@ -1,0 +1,139 @@
+"""Few queries of each sequence over a cache in pages: one kernel, and one that merges the parts of the keys.
+
+The kernel finds keys through the table and computes which of them a token sees: no structure is made. Of how many keys
+there may be the host knows the number, and so into how many parts they may be cut; a sequence is cut by how many it
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import BYTES, Builder, Operand, Prepared
+from gossamer.kernels.reaches import Reaching
+from gossamer.kernels.relaunch import Strides, padded, power
+from gossamer.kernels.scores import scales
+from gossamer.kernels.triton.arguments import step
+from gossamer.kernels.triton.block.config import config
+from gossamer.kernels.triton.config import architecture
+from gossamer.kernels.triton.paged.kernels import MergeForm, PagedForm, merge_pages_kernel, paged_kernel
+from gossamer.plan.problem import Problem
+
+LEAST_ROWS, MOST_ROWS = 16, 64  # of a program: the fewest that a product has, and the most
+STEP_BYTES = 2**14  # of keys that are read at a time,
+LEAST_COLUMNS, MOST_COLUMNS = 16, 128  # and how many these are
+BLOCKS = 2  # of a multiprocessor at the same time
+WAVES = 4  # of blocks, where all sequences are as long as they may be
+LEAST_STEPS = 2  # of a part
+MOST_KEYS = 4096  # of a part, where that leaves no more parts than
+MOST_PARTS = 128
+MERGED = 16  # parts that are merged at a time: of every call, so that sums do not depend on how many there may be
+INVARIANT_KEYS, INVARIANT_PARTS = 512, 64  # how a sequence is cut, whatever the others are
+WARPS = 4
+STAGES = {89: 2}  # of GPUs of little shared memory; 4 elsewhere
+
+
+class PagedCall(NamedTuple):
+    """What a call says beside its arrays."""
+
+    reaches: tuple[Reaching, ...]  # one or two
+    steps: tuple[int, ...]  # of each
+    most: int  # keys that a token sees at most
+    page_size: int
+    bshd: bool  # q and out are (T, H, size), else (H, T, size)
+    phsd: bool  # k and v are (pages, G, slots, size), else (pages, slots, G, size)
+    invariant: bool  # a sequence's results do not depend on the others
+
+
+class Cut(NamedTuple):
+    """How the keys of a tile of rows are cut."""
+
+    parts: int  # that there may be
+    of_most: int  # the keys are cut into so many,
+    least: int  # of at least so many keys
+
+
+def forward(
+    problem: Problem, call: PagedCall, scoring: Scoring, operands: Mapping[str, Operand], *, cut: Cut | None = None
+) -> Prepared:
+    """out and lse.
+
+    Args:
+        problem: of T tokens of one batch element, and the slots of a sequence as its keys.
+        operands: q, k, v, cu_seq_q, block_table, seqused_k, and where there are any sink_logits and out.
+        cut: replaces the automatic one.
+    """
+    b, p, heads = Builder(operands), problem, problem.H // problem.G
+    (sequences, _), (pages, *_) = b["block_table"].shape, b["k"].shape
+    q = _readable(b, "q")
+    out = b.result("out", p.dtype, (*b["q"].shape[:-1], p.E), in_place=_rows(operands.get("out")))
+    lse = b.result("lse", "float32", (*b["q"].shape[:-3], p.H, p.Q))
+    rows = min(power(heads * (1 if call.invariant else -(-p.Q // sequences)), LEAST_ROWS), MOST_ROWS)
+    size = max(padded(p.D), padded(p.E)) * BYTES[p.dtype]
+    columns = min(max(STEP_BYTES // size, LEAST_COLUMNS), MOST_COLUMNS)
+    if cut is None:
+        cut = cut_of(call, columns, sequences * p.G, BLOCKS * p.processors)
+    scale, cap = scales(scoring)
+    (reach, *_), (*_, other) = call.reaches, call.reaches
+    (edge_step,), (used_step,) = b["cu_seq_q"].strides, b["seqused_k"].strides
+    table_row, table_step = b["block_table"].strides
+    split = cut.parts > 1
+    part_acc = part_ml = lse
+    if split:
+        part_acc = b.array("part_acc", "float32", (p.Q, p.G, cut.parts, heads, p.E))
+        part_ml = b.array("part_ml", "float32", (2, p.Q, p.G, cut.parts, heads))
+    values = {
+        "q": q, "k": _readable(b, "k"), "v": _readable(b, "v"), "out": out, "lse": lse, "part_acc": part_acc,
+        "part_ml": part_ml, "edges": "cu_seq_q", "used": "seqused_k", "table": "block_table",
+        "sinks": b.contiguous("sink_logits") if "sink_logits" in b else lse,
+        "at_q": _of_tokens(b[q], call.bshd, heads), "at_out": _of_tokens(b[out], call.bshd, heads),
+        "at_lse": Strides(1, heads * p.Q, p.Q), "sequences": sequences, "T": p.Q, "G": p.G, "heads": heads,
+        "pages": pages, "slots": p.K, "edge_step": edge_step, "used_step": used_step, "table_row": table_row,
+        "table_step": table_step, "parts": cut.parts, "of_most": cut.of_most, "least": cut.least, "scale": scale,
+        "cap": cap, "reach": reach, "other": other, "steps": call.steps, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
+        "BLOCK_E": padded(p.E), "R": rows, "C": columns, "PAGE": call.page_size, "HAS_PARTS": split,
+        "HAS_OTHER": len(call.reaches) > 1, "HAS_STEPS": max(call.steps) > 1, "HAS_BLOCK": reach.block > 0,
+        "OTHER_HAS_BLOCK": other.block > 0, "FOLD": scoring.scale > 0 and scoring.softcap is None,
+        "SOFTCAP": scoring.softcap is not None, "SINK": "sink_logits" in b, "PARTS": MERGED,
+        "PRECISION": config("forward", 8 * BYTES[p.dtype], p.D, p.E, p.sm or 80).precision,
+    }  # fmt: skip
+    for name in ("k", "v"):
+        page, *at, _ = b[values[name]].strides
+        head, slot = at if call.phsd else at[::-1]
+        values[f"at_{name}"] = Strides(page, head, slot)
+    options = {"num_warps": WARPS, "num_stages": STAGES.get(architecture(p.sm or 80), 4)}
+    step(b, paged_kernel, ((sequences + 2) * cut.parts * p.G,), values, options, PagedForm)
+    if split:
+        step(b, merge_pages_kernel, (p.Q * p.H,), values, {"num_warps": 4}, MergeForm)
+    return b.done("out", "lse")
+
+
+def cut_of(call: PagedCall, columns: int, lists: int, blocks: int) -> Cut:
+    """How keys are cut where a GPU holds so many blocks, which lists of keys for key heads of sequences wait for."""
+    if call.invariant:
+        return Cut(min(INVARIANT_PARTS, -(-call.most // INVARIANT_KEYS)), INVARIANT_PARTS, INVARIANT_KEYS)
+    of_wave = -(-call.most * lists // (blocks * WAVES))
+    least = min(max(of_wave, LEAST_STEPS * columns), max(MOST_KEYS, columns))
+    least = -(-least // columns) * columns
+    parts = min(-(-call.most // least), MOST_PARTS)
+    return Cut(parts, parts, least)
+
+
+def _rows(x: Operand | None) -> bool:
+    """Whether a kernel writes the rows of a result where they are."""
+    return x is None or x.strides[-1] == 1
+
+
+def _readable(b: Builder, name: str) -> str:
+    """The array itself where its rows are contiguous."""
+    x = b[name]
+    return name if x.strides[-1] == 1 or x.shape[-1] == 1 else b.copied(name)
+
+
+def _of_tokens(x: Operand, bshd: bool, heads: int) -> Strides:
+    """The strides of a token, a key head and the heads that share it."""
+    *_, one, two, _ = x.strides
+    token, head = (one, two) if bshd else (two, one)
+    return Strides(token, heads * head, head)

@@ -1,0 +1,164 @@
+"""Few queries of each sequence over pages, on a GPU: one look-up and one kernel, which reads the table itself.
+
+No structure is made, and a captured graph reads lengths and tables again in each replay. Calls with gradients, in
+compiled functions, of many queries, of other devices, and of rules of more than two intervals go the usual way
+(`torch/paged.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.cuda import is_current_stream_capturing
+
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import operand_of
+from gossamer.patterns.reach import Reach
+from gossamer.plan.problem import Problem, Unsupported
+from gossamer.torch.arguments import Arguments, AttentionOptions, is_bshd
+from gossamer.torch.bind import bind
+from gossamer.torch.calls import known
+from gossamer.torch.decoding import WIDEST, sees_on
+from gossamer.torch.key import alignment, differentiable, plain
+from gossamer.torch.memory import hold_for_graphs, outlasting
+from gossamer.torch.paged_arguments import checked
+from gossamer.torch.planning import plan_for
+from gossamer.torch.structure.fused_bounds import reach_numbers
+from gossamer.torch.structure.sequences import PackedSequences
+
+FEW = 8  # tokens of a sequence, on average: a program computes all of its sequence's one tile after the other
+MOST_REACHES = 2  # of a rule
+NAMES = ("q", "k", "v", "cu_seq_q", "block_table", "seqused_k", "sink_logits", "out")
+NOTHING = Reach(first=0)
+_NUMBERS = (type(None), int, float)
+
+
+class Given(NamedTuple):
+    """The tensors of a call as they are given, in the order of NAMES."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seq_q: Tensor
+    block_table: Tensor
+    seqused_k: Tensor
+    sink_logits: Tensor | None
+    out: Tensor | None
+
+
+def is_by_table(q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions) -> bool:
+    """Whether the kernel computes a call over pages, of q, k and v that were checked."""
+    pages = packed.pages
+    assert pages is not None
+    given = Given(q, k, v, packed.cu_seq_q, *pages.tensors, None, None)
+    return _reads_table(q, packed, o) and problem_over_pages(given, packed, o) is not None
+
+
+def _reads_table(q: Any, packed: PackedSequences, o: AttentionOptions) -> bool:
+    """Whether the kernel computes a call over pages, as far as its key says it."""
+    pages = packed.pages
+    assert pages is not None
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.ndim not in (3, 4) or not sees_on(q.device.type):
+        return False
+    reaches = packed.rule.reaches
+    if len(reaches) > MOST_REACHES or any(len(reach.blocks) > 1 for reach in reaches):
+        return False
+    if packed.checked or pages.checked or o.implementation is not None:
+        return False
+    (R, n), T = pages.block_table.shape, q.shape[-3 if is_bshd(o.layout) else -2]
+    return bool(R and n and T) and (pages.batch_invariant or T <= FEW * R)
+
+
+def by_table(
+    q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions, out: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """(out, lse) of a call that the kernel computes; None where it goes the usual way.
+
+    Args:
+        out: is written, where it is given.
+    """
+    if not _reads_table(q, packed, o) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
+        return None
+    if type(o.scale) not in _NUMBERS or type(o.softcap) not in _NUMBERS or k.ndim != 4 or v.ndim != 4:
+        return None
+    if not o.q_offset is o.key_starts is o.key_lengths is o.alibi_slopes is o.alibi_distance is None:
+        return None
+    sinks = o.sink_logits
+    if not isinstance(sinks, (Tensor, type(None))) or differentiable(q, k, v, sinks):
+        return None
+    cu_seq_q, pages = packed.over_pages(q.device, q.shape[-3 if is_bshd(o.layout) else -2])
+    given = Given(q, k, v, cu_seq_q, *pages.tensors, sinks, out)
+    if not plain(*given, profiled=True) or any(x is not None and x.layout != torch.strided for x in given):
+        return None
+    key = (
+        "by table", packed.rule, pages.page_size, pages.page_layout, pages.batch_invariant, o.scale, type(o.scale),
+        o.softcap, type(o.softcap), is_bshd(o.layout),
+        *[x is not None and (x.shape, x.stride(), x.dtype, x.device, alignment(x)) for x in given],
+    )  # fmt: skip
+    call = known.get(key)
+    if call is None:
+        call = _bound(given, packed, o)
+        if call is None:
+            return None
+        known.put(key, call)
+    if q.is_cuda and is_current_stream_capturing():
+        hold_for_graphs(call)
+    *always, _ = given
+    found: tuple[Tensor, Tensor] = call(*always) if out is None else call(*given)
+    return found
+
+
+def problem_over_pages(given: Given, packed: PackedSequences, o: AttentionOptions) -> Problem | None:
+    """What the kernel computes: tokens of one batch element, and the slots of a sequence as its keys; None: not this.
+
+    Args:
+        given: tensors that were checked.
+    """
+    pages, bshd = packed.pages, is_bshd(o.layout)
+    assert pages is not None
+    *_, one, two, D = given.q.shape
+    T, H = (one, two) if bshd else (two, one)
+    P, G, E = given.k.shape[0], given.k.shape[1 if pages.page_layout == "phsd" else 2], given.v.shape[3]
+    slots = pages.block_table.shape[1] * pages.page_size
+    if not P or max(D, E) > WIDEST or any(x is not None and x.device != given.q.device for x in given):
+        return None
+    # Of the arguments of a call that is planned shapes and types count.
+    like = given.q.new_empty((1, 1, 1, 1))
+    q, k, v = (like.expand(1, heads, N, size) for heads, N, size in ((H, T, D), (G, slots, D), (G, slots, E)))
+    a = Arguments(q, k, v, None, None, None, given.sink_logits, None, o.scale, o.softcap, "triton", False, False)
+    try:
+        return plan_for(a, ()).problem
+    except Unsupported:
+        return None
+
+
+def _bound(given: Given, packed: PackedSequences, o: AttentionOptions) -> Any:
+    """The function of a launch of the tensors; None where the call goes the usual way."""
+    from gossamer.kernels.reaches import Reaching
+    from gossamer.kernels.triton.paged.launch_paged import MOST_ROWS, PagedCall, forward
+
+    pages: Any = packed.pages
+    checked(given.q, given.k, given.v, pages, o)
+    problem = problem_over_pages(given, packed, o)
+    if problem is None:
+        return None
+    # What no token sees is not read, wherever the two ends of a tile lie.
+    slots, reaches = problem.K, [NOTHING if reach.longest == 0 else reach for reach in packed.rule.reaches]
+    call = PagedCall(
+        tuple(Reaching(*reach_numbers(reach, slots)) for reach in reaches), tuple(reach.step for reach in reaches),
+        min(slots, sum(_most(reach, slots) for reach in reaches) + MOST_ROWS), pages.page_size, is_bshd(o.layout),
+        pages.page_layout == "phsd", pages.batch_invariant,
+    )  # fmt: skip
+    scale = problem.D**-0.5 if o.scale is None else float(o.scale)
+    scoring = Scoring(scale, 0, None if o.softcap is None else float(o.softcap))
+    operands = {name: operand_of(x) for name, x in zip(NAMES, given, strict=True) if x is not None}
+    device = given.q.device
+    names = NAMES if given.out is not None else NAMES[:-1]  # without it the launch makes it
+    return bind(outlasting(device, lambda: forward(problem, call, scoring, operands)), device, names)
+
+
+def _most(reach: Reach, slots: int) -> int:
+    """No token sees more keys by a reach."""
+    return min([slots, *(n for n in (reach.longest, reach.first) if n is not None)])
