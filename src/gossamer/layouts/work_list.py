@@ -29,6 +29,8 @@ class WorkItems(NamedTuple):
 
 # A split row costs a write and a read of its accumulator for each part, about as much as one tile: not for less.
 FEWEST_TILES = 16
+# In float32 a tile takes more than twice as long.
+FEWEST_IN_FLOAT32 = 8
 # A part may take this share of the time that each multiprocessor works.
 PARTS_PER_PROCESSOR = 4
 
@@ -44,15 +46,18 @@ def most_listed(walk: Walk) -> int:
     return min(-(-walk.columns // walk.block_columns), entries)
 
 
-def item_limit(listed: int, longest: int, copies: int, processors: int, limit: int | None = None) -> int:
+def item_limit(
+    listed: int, longest: int, copies: int, processors: int, limit: int | None = None, fewest: int = FEWEST_TILES
+) -> int:
     """The most tiles in a work item, for rows that would keep one of `processors` busy for too long.
 
     Args:
         listed: tiles in all rows of a walk; longest: in its longest row.
         copies: how often the rows are computed, by batch elements and heads that share them.
         limit: replaces the automatic one.
+        fewest: tiles for which a row is not split.
     """
-    automatic = max(FEWEST_TILES, listed * copies // (processors * PARTS_PER_PROCESSOR))
+    automatic = max(fewest, listed * copies // (processors * PARTS_PER_PROCESSOR))
     return min(limit or automatic, max(longest, 1))
 
 

@@ -23,7 +23,7 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.items import BEGIN, COUNT, END, FIRST, ITEM, LEAD, MERGE, SLOT
 from gossamer.layouts.kept import keeps_all
 from gossamer.layouts.walk import TileList, Walk
-from gossamer.layouts.work_list import item_limit, most_listed, row_lengths, work_items
+from gossamer.layouts.work_list import FEWEST_IN_FLOAT32, FEWEST_TILES, item_limit, most_listed, row_lengths, work_items
 from gossamer.memo import LEAST, Memo
 from gossamer.plan.problem import Problem
 
@@ -48,7 +48,7 @@ class WalkFacts:
     longest: int  # tiles of the longest row
     unkept: bool  # whether a kernel may stream rows that no pair has: keys, or queries, or keys that it walks them for
     items: Memo[Items]  # by the limit of tiles in an item
-    schedules: Memo[Schedule]  # by batch size, heads, processors and the limit of tiles in an item
+    schedules: Memo[Schedule]  # by batch size, heads, processors, the limit of tiles in an item and the fewest
 
 
 _facts: WeakKeyDictionary[Walk, WalkFacts] = WeakKeyDictionary()
@@ -94,17 +94,22 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
 
 
 def items(
-    layout: BlockLayout, transposed: bool, copies: int, processors: int, limit: int | None = None
+    layout: BlockLayout,
+    transposed: bool,
+    copies: int,
+    processors: int,
+    limit: int | None = None,
+    fewest: int = FEWEST_TILES,
 ) -> Items | None:
     """Longest-first work items, with rows split that would keep one processor busy for too long.
 
     None for most layouts that were made on a device: their programs then take one tile row each. `limit` replaces the
-    automatic one of tiles in an item.
+    automatic one of tiles in an item, which has at least the `fewest`.
     """
     known, host = facts(layout, transposed), host_walk(layout, transposed)
     if known.listed is None or host is None:
-        return None if transposed else _by_capacity(layout.rows, copies, processors, limit)
-    most = item_limit(known.listed, known.longest, copies, processors, limit)
+        return None if transposed else _by_capacity(layout.rows, copies, processors, limit, fewest)
+    most = item_limit(known.listed, known.longest, copies, processors, limit, fewest)
 
     def make() -> Items:
         made = work_items(host, most)
@@ -114,14 +119,14 @@ def items(
     return known.items.get_or_make(most, make)
 
 
-def _by_capacity(walk: Walk, copies: int, processors: int, limit: int | None) -> Items | None:
+def _by_capacity(walk: Walk, copies: int, processors: int, limit: int | None, fewest: int) -> Items | None:
     """Items of the rows of one tile, as a step of decoding has them, whose lists only the device knows.
 
     Each has as many equal parts as the longest list that there may be: a short row has short parts, and empty ones.
     """
     Bl, Hl = walk.lead
     rows, most = Bl * Hl, most_listed(walk)
-    parts = -(-most // item_limit(rows * most, most, copies, processors, limit)) if most else 1
+    parts = -(-most // item_limit(rows * most, most, copies, processors, limit, fewest)) if most else 1
     if walk.tiles > 1 or parts == 1:
         return None
     lengths = torch.stack([tiles.counts.reshape(-1) for tiles in walk.lists.values()]).sum(0)
@@ -152,12 +157,13 @@ def schedule_of(p: Problem, layout: BlockLayout, transposed: bool, limit: int | 
     Programs run over H for the rows, and over G for the columns of a layout.
     """
     known = facts(layout, transposed)
-    key = (p.B, p.H, p.G, p.processors, limit)
+    fewest = FEWEST_IN_FLOAT32 if p.dtype == "float32" else FEWEST_TILES
+    key = (p.B, p.H, p.G, p.processors, limit, fewest)
     # The first that is made is kept: a launch may hold its arrays.
-    return known.schedules.get_or_make(key, partial(_make_schedule, p, layout, transposed, limit))
+    return known.schedules.get_or_make(key, partial(_make_schedule, p, layout, transposed, limit, fewest))
 
 
-def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, limit: int | None) -> Schedule:
+def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, limit: int | None, fewest: int) -> Schedule:
     walk: Walk = layout.columns if transposed else layout.rows
     known = facts(layout, transposed)
     Bl, Hl = walk.lead
@@ -166,7 +172,7 @@ def _make_schedule(p: Problem, layout: BlockLayout, transposed: bool, limit: int
     grouped_lists = transposed and Hl > 1 and p.H > p.G
     b_from_grid, h_from_grid = Bl == 1, Hl == 1 or grouped_lists
     copies = (p.B if b_from_grid else 1) * ((p.G if transposed else p.H) if h_from_grid else 1)
-    work = None if grouped_lists else items(layout, transposed, copies, p.processors, limit)
+    work = None if grouped_lists else items(layout, transposed, copies, p.processors, limit, fewest)
     lead_heads = 1 if h_from_grid else Hl
     size = work.items.shape[0] if work is not None else (1 if b_from_grid else Bl) * lead_heads * walk.tiles
     *tiles, lo, hi, pool_index, pool = known.arrays
