@@ -145,7 +145,7 @@ def test_gradients_in_float32() -> None:
         d = x[None] - x[:, None]
         d = d - jnp.round(d)
         s = (d * d).sum(-1)
-        return (jnp.where(s <= 0.2**2, h.of(s, jnp), 0) @ v) @ v
+        return (jnp.where(s <= 0.2**2, h.formula.of(s, jnp), 0) @ v) @ v
 
     def sparse(x: jax.Array, v: jax.Array) -> jax.Array:
         return gp.radial_sum(gp.Cells.build(x, 0.2, 1.0), v, h) @ v

@@ -17,23 +17,30 @@ from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
 from gossamer.particles.blocked_jax import Reach, pair_sums, reach_of
 from gossamer.particles.cells import Cells, Runs
+from gossamer.particles.fused_jax import Known
 from gossamer.particles.geometry import (
     BITS,
     RUN,
     WHOLE,
     Sizes,
+    factors_of,
     hilbert_keys,
     on_the_grid,
-    times,
+    times_all,
     tree_of,
     wrapped,
 )
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
+from gossamer.particles.laws import OwnFormula
 from gossamer.particles.neighbors import Neighbors
 from gossamer.particles.once_jax import once
 
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
+jax.tree_util.register_dataclass(OwnFormula, data_fields=["numbers", "length"], meta_fields=["function"])
+
+WIDE = 2**20  # numbers of the lists that one program makes for all smaller capacities
+LEAST = 64  # and their least capacity
 
 
 def is_real(x: Array) -> bool:
@@ -58,7 +65,7 @@ def channels(name: str, values: Any, cells: Cells) -> Array:
     return values if values.ndim else jnp.broadcast_to(values, (cells.num_particles,))
 
 
-@partial(jax.jit, static_argnums=1)
+@jax.jit
 def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
     """The runs of positions in a box, both multiplied by `unit`."""
     x = lax.stop_gradient(x).astype(_type(x)) * unit
@@ -74,7 +81,8 @@ def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
     order = jnp.argsort(hilbert_keys(place, BITS[d], jnp), stable=True).astype(jnp.int32)
     at = jnp.minimum(jnp.arange(T * RUN, dtype=jnp.int32), N - 1)
     points = jnp.stack(x)[:, order[at]].reshape(d, T, RUN)
-    return Runs(order, points, points.min(-1), points.max(-1), tree_of(points, jnp))
+    runs = Runs(order, points, points.min(-1), points.max(-1), ())
+    return runs._replace(tree=tree_of(points, jnp)) if fused_jax.serves(runs) else runs
 
 
 def sorting(x: Array, box: Sizes, unit: float) -> Callable[[Array], Runs]:
@@ -88,12 +96,12 @@ def _type(x: Array) -> Any:
 
 def finite(cells: Cells) -> Array:
     """Whether all positions are finite: a truth value on the device."""
-    return jnp.isfinite(cells.runs.points).all()
+    return _finite(cells.runs)
 
 
-def known(cells: Cells, like: Array) -> Array:
-    """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
-    return _known(finite(cells), like)
+@jax.jit
+def _finite(runs: Runs) -> Array:
+    return jnp.isfinite(runs.points).all()
 
 
 def _known(sure: Array, like: Array) -> Array:
@@ -115,12 +123,12 @@ class SumCall(NamedTuple):
     within: float | None
 
     def __call__(self, *_: Any) -> Array:
-        flat = len(self.given.shape) == 1
-        values = self.given[:, None] if flat else self.given
-        x = self.cells.x.astype(values.dtype) * self.cells.unit
-        sums: Array = _sum(self.law, reach_of(self.cells), x, self.cells.runs, values)
-        sums = sums * known(self.cells, sums)
-        return sums[:, 0] if flat else sums
+        cells = self.cells
+        numbers = Numbers(self.law.formula, reach_of(cells), cells.unit)
+        sums: Array = _sum(
+            fused_jax.known(cells.runs, self.law, cells.reach, cells.sizes), numbers, cells.x, cells.runs, self.given
+        )
+        return sums
 
 
 class ForceCall(NamedTuple):
@@ -136,65 +144,90 @@ class ForceCall(NamedTuple):
     after: float
 
     def __call__(self, *_: Any) -> Array:
-        mass = times(self.given, self.before)
-        x, reach = self.cells.x.astype(mass.dtype) * self.cells.unit, Reach(self.reach, self.cells.sizes)
-        force: Array = _force(self.law, reach, x, self.cells.runs, mass, self.after)
-        return force * known(self.cells, force)
+        cells = self.cells
+        numbers = Numbers(
+            self.law.formula, Reach.of(self.reach, cells.sizes), cells.unit, factors_of(self.before), self.after
+        )
+        force: Array = _force(
+            fused_jax.known(cells.runs, self.law, self.reach, cells.sizes), numbers, cells.x, cells.runs, self.given
+        )
+        return force
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Array:
-    return _sums("sum", law, reach, runs, values[:, :0], values)
+class Numbers(NamedTuple):
+    """The numbers of a call, arguments of its program: another law of a kind, radius or box compiles nothing."""
+
+    formula: Any  # of the law
+    reach: Reach
+    unit: Any  # the factor of positions
+    before: tuple[Any, ...] = ()  # factors of masses and of forces
+    after: Any = None
 
 
-def _radial_sum_forward(law: Any, reach: Reach, *given: Any) -> Any:
-    x, runs, values = custom_vjp_primal_tree_values(given)
-    return _sums("sum", law, reach, runs, values[:, :0], values), (x, runs, values, _asked(given))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _radial_sum(known: Known | None, numbers: Numbers, x: Array, runs: Runs, values: Array) -> Array:
+    return _sums("sum", known, numbers.formula, numbers.reach, runs, values[:, :0], values)
 
 
-def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    x, runs, values, asked = kept
-    g, d = _materialized(g), len(runs.points)
+def _radial_sum_forward(known: Known | None, *given: Any) -> Any:
+    numbers, x, runs, values = custom_vjp_primal_tree_values(given)
+    return _radial_sum(known, numbers, x, runs, values), (numbers, x, runs, values, _asked(given))
+
+
+def _radial_sum_backward(known: Known | None, kept: Any, g: Any) -> Any:
+    numbers, x, runs, values, asked = kept
+    g, d, given = _materialized(g), len(runs.points), (known, numbers.formula, numbers.reach, runs)
     if asked.x is None:
-        gradients = _at(x, once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g)))
-        return None, None, as_varying_as(gradients, values)
+        gradients = _at(x, once(_sums("sum", *given, g[:, :0], g), (x, values, g)))
+        return None, None, None, as_varying_as(gradients, values)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    gradients = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
+    gradients = once(_sums("sum_slopes", *given, rows, columns, asked.values is not None), (x, values, g))
     gradients = _at(x, gradients)
     dx = as_varying_as(gradients[:, :d], x)
-    return dx, None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
+    return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array, factor: Any) -> Array:
-    return _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _radial_force(known: Known | None, numbers: Numbers, x: Array, runs: Runs, mass: Array) -> Array:
+    return _sums("force", known, numbers.formula, numbers.reach, runs, x[:, :0], mass[:, None]) * numbers.after
 
 
-def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
-    x, runs, mass, factor = custom_vjp_primal_tree_values(given)
-    force = _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
-    return force, (x, runs, mass, factor, _asked(given))
+def _radial_force_forward(known: Known | None, *given: Any) -> Any:
+    numbers, x, runs, mass = custom_vjp_primal_tree_values(given)
+    return _radial_force(known, numbers, x, runs, mass), (numbers, x, runs, mass, _asked(given))
 
 
-def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    x, runs, mass, factor, asked = kept
+def _radial_force_backward(known: Known | None, kept: Any, g: Any) -> Any:
+    numbers, x, runs, mass, asked = kept
     g, d = _materialized(g), len(runs.points)
-    both = jnp.concatenate([g, mass[:, None]], 1)
-    gradients = once(
-        _sums("force_slopes", law, reach, runs, both, both, asked.values is not None) * factor, (x, mass, g)
-    )
-    gradients = _at(x, gradients)
+    both, given = jnp.concatenate([g, mass[:, None]], 1), (known, numbers.formula, numbers.reach, runs)
+    gradients = _sums("force_slopes", *given, both, both, asked.values is not None) * numbers.after
+    gradients = _at(x, once(gradients, (x, mass, g)))
     dx = as_varying_as(gradients[:, :d], x)
-    return dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
+    return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass)
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
 
+
 # Compiled, since `shard_map` has no symbolic zeros where it computes at once.
-_sum, _force = (jax.jit(one, static_argnums=(0, 1)) for one in (_radial_sum, _radial_force))
+@partial(jax.jit, static_argnums=0)
+def _sum(known: Known | None, numbers: Numbers, x: Array, runs: Runs, given: Array) -> Array:
+    """(N,) or (N, C), as the values are; NaN where a position is not finite: what is near it nobody knows."""
+    values = given[:, None] if given.ndim == 1 else given
+    sums: Array = _radial_sum(known, numbers, x.astype(values.dtype) * numbers.unit, runs, values)
+    return (sums * _known(_finite(runs), sums)).reshape(given.shape)
+
+
+@partial(jax.jit, static_argnums=0)
+def _force(known: Known | None, numbers: Numbers, x: Array, runs: Runs, mass: Array) -> Array:
+    """(N, d), likewise."""
+    mass = times_all(mass, numbers.before)
+    force: Array = _radial_force(known, numbers, x.astype(mass.dtype) * numbers.unit, runs, mass)
+    return force * _known(_finite(runs), force)
 
 
 class Asked(NamedTuple):
@@ -205,7 +238,7 @@ class Asked(NamedTuple):
 
 
 def _asked(given: Any) -> Asked:
-    x, _, values, *_ = given
+    _, x, _, values = given
     return Asked(() if x.perturbed else None, () if values.perturbed else None)
 
 
@@ -213,23 +246,26 @@ def _materialized(g: Any) -> Array:
     return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 6))
-def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array, values: bool = True) -> Array:
+@partial(jax.jit, static_argnums=(0, 1, 7))
+def _sums(
+    term: str, known: Known | None, formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array,
+    values: bool = True,
+) -> Array:  # fmt: skip
     """The sums of a term: by a kernel on a GPU that has one, else in lax. `values` as in `fused_jax.sums`."""
 
-    def blocked(runs: Runs, rows: Array, columns: Array) -> Array:
-        sums = pair_sums(terms.TERMS[term], law, reach, runs, rows, columns)
+    def blocked(formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+        sums = pair_sums(terms.TERMS[term], formula, reach, runs, rows, columns)
         return sums if values else sums[:, : len(runs.points)]
 
-    if not fused_jax.serves(runs):
-        return blocked(runs, rows, columns)
+    given = formula, reach, runs, rows, columns
+    if known is None:
+        return blocked(*given)
 
-    def fused(runs: Runs, rows: Array, columns: Array) -> Array:
-        sums = fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
-        made: Array = varying_with(sums, (runs, rows, columns))
+    def fused(formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+        made: Array = varying_with(fused_jax.sums(term, known, runs, columns, values), (runs, rows, columns))
         return made
 
-    sums: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
+    sums: Array = lax.platform_dependent(*given, cuda=fused, default=blocked)
     return sums
 
 
@@ -239,35 +275,47 @@ def most_neighbors(cells: Cells) -> Most:
         return Most(0, 0)
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
-    if not finite(cells):
-        raise ValueError("x must be finite")
     if listed_jax.serves(cells.runs):
         _, sizes, groups = lists_of(cells, 1, STEP)
         assert groups is not None
-        return Most(int(sizes.max()), int(groups.counts.max()))
-    none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
-    counts = _sums("count", None, reach_of(cells), cells.runs, none, none)
-    return Most(int(counts.max()), 0)
+        longest, columns, known = sizes.max(), groups.counts.max(), finite(cells)
+    else:
+        columns = 0
+        longest, known = _longest(
+            fused_jax.known(cells.runs, None, cells.reach, cells.sizes), reach_of(cells), cells.runs
+        )
+    if not known:
+        raise ValueError("x must be finite")
+    return Most(int(longest), int(columns))
+
+
+@partial(jax.jit, static_argnums=0)
+def _longest(known: Known | None, reach: Reach, runs: Runs) -> tuple[Array, Array]:
+    """How many neighbours a particle has at most, and whether all positions are finite."""
+    none = jnp.zeros((len(runs.order), 0), runs.points.dtype)
+    return _sums("count", known, None, reach, runs, none, none).max(), _finite(runs)
 
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
-    return _lists_of(reach_of(cells), cells.runs, capacity, room)
+    known = fused_jax.known(cells.runs, None, cells.reach, cells.sizes) if listed_jax.serves(cells.runs) else None
+    return _lists_of(known, reach_of(cells), cells.runs, capacity, room)
 
 
-@partial(jax.jit, static_argnums=(0, 2, 3))
-def _lists_of(reach: Reach, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _lists_of(
+    known: Known | None, reach: Reach, runs: Runs, capacity: int, room: int
+) -> tuple[Array, Array, Groups | None]:
     """places, sizes and groups: by a kernel on a GPU that has one, else in lax."""
-    N = len(runs.order)
-    if not listed_jax.serves(runs) or not addressed(N, capacity, room):
+    if known is None or not addressed(len(runs.order), capacity, room):
         return *blocked_jax.lists_of(reach, runs, capacity), None
 
-    def fused(runs: Runs) -> Any:
-        return varying_with(listed_jax.lists_of(reach.radius, reach.box, runs, capacity, room), runs)
+    def fused(reach: Reach, runs: Runs) -> Any:
+        return varying_with(listed_jax.lists_of(known.radius, known.box, runs, capacity, room), runs)
 
-    def blocked(runs: Runs) -> Any:
+    def blocked(reach: Reach, runs: Runs) -> Any:
         return varying_with(blocked_jax.groups_of(reach, runs, capacity, room), runs)
 
-    lists: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
+    lists: tuple[Array, Array, Groups] = lax.platform_dependent(reach, runs, cuda=fused, default=blocked)
     return lists
 
 
