@@ -96,7 +96,7 @@ class _Checked(NamedTuple):
             *_, D = q.shape
             learned = scale if edge.is_learned(scale) else None
             scale = D**-0.5 if scale is None else 1.0 if learned is not None else positive("scale", scale)
-        spread, pull = None, ()
+        spread, pull = None, tuple[float, ...]()
         if bandwidth is not None:
             bandwidth = positive("bandwidth", bandwidth) * cells.unit
             if bandwidth < NARROW:

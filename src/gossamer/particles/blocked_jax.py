@@ -20,6 +20,7 @@ from gossamer.particles.listed_jax import particles_of
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
+FEW = 512  # runs of which all are compared to find one: a search compiles longer
 
 
 class Reach(NamedTuple):
@@ -58,6 +59,9 @@ def walk(
     steps = -(-T // each)
     items = (jnp.arange(steps * each, dtype=jnp.int32) % T).reshape(steps, each)
 
+    search = "compare_all" if T <= FEW else "scan"
+    sizes = _sizes(reach.box, runs.points.dtype)
+
     def step(item: Array) -> Any:
         low, high = (list(x[:, item][..., None]) for x in (runs.low, runs.high))
         others_low, others_high = (list(x[:, None]) for x in (runs.low, runs.high))
@@ -69,14 +73,11 @@ def walk(
         def piece(state: Any) -> Any:
             p, before = state
             want = p * PIECE + jnp.arange(PIECE, dtype=jnp.int32)
-            at = jax.vmap(partial(jnp.searchsorted, v=want + 1))(rank).astype(jnp.int32)
+            at = jax.vmap(partial(jnp.searchsorted, v=want + 1, method=search))(rank).astype(jnp.int32)
             place = (at[:, :, None] * RUN + jnp.arange(RUN, dtype=jnp.int32)).reshape(each, -1)
             there = place[:, None] < N  # past the last run where there are no more
             points = runs.points[:, jnp.minimum(at, T - 1)].reshape(-1, each, 1, PIECE * RUN)
-            parts = [
-                nearest(theirs, mine[:, :, None], size, jnp)
-                for theirs, mine, size in zip(list(points), list(here), reach.box, strict=True)
-            ]
+            parts = list(nearest(points, here[..., None], sizes, jnp))
             s = squares(parts)
             return p + 1, visit(before, Seen(parts, s, (s <= reach.square) & there, item, place))
 
@@ -86,6 +87,13 @@ def walk(
 
     visited = lax.map(step, items)
     return jax.tree.map(lambda x: x.reshape(steps * each * RUN, *x.shape[3:])[:N], visited)
+
+
+def _sizes(box: Any, dtype: Any) -> Array | None:
+    """(d, 1, 1, 1), infinite along open axes; None if all are."""
+    if all(size is None for size in box):
+        return None
+    return jnp.array([jnp.inf if size is None else size for size in box], dtype)[:, None, None, None]
 
 
 @partial(jax.jit, static_argnums=0)

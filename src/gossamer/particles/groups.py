@@ -51,6 +51,7 @@ class Most(NamedTuple):
 
     neighbors: int  # of a particle
     columns: int  # of a group; 0 where there are none
+    lists: Any = None  # (places, sizes) of a larger capacity, where these were made to find the longest
 
 
 def call_of(radius: float, box: Sizes) -> tuple[ListsConfig, tuple[float, ...]]:

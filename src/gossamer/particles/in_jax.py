@@ -12,10 +12,10 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from gossamer.jax.arguments import with_number as with_number
-from gossamer.jax.compat import as_varying_as, varying_with
+from gossamer.jax.compat import as_varying_as, is_staged, varying_with
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
-from gossamer.particles.blocked_jax import Reach, pair_sums, reach_of
+from gossamer.particles.blocked_jax import PlaceLists, Reach, pair_sums, reach_of
 from gossamer.particles.cells import Cells, Runs
 from gossamer.particles.fused_jax import Known
 from gossamer.particles.geometry import (
@@ -33,14 +33,14 @@ from gossamer.particles.geometry import (
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
 from gossamer.particles.laws import OwnFormula
-from gossamer.particles.neighbors import Neighbors
+from gossamer.particles.neighbors import Neighbors, capacity_of
 from gossamer.particles.once_jax import once
 
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
 jax.tree_util.register_dataclass(OwnFormula, data_fields=["numbers", "length"], meta_fields=["function"])
 
-WIDE = 2**20  # numbers of the lists that one program makes for all smaller capacities
-LEAST = 64  # and their least capacity
+WIDE = 2**20  # numbers of the lists, of at least `LEAST` for each particle, that one program makes for all capacities
+LEAST = 64
 
 
 def is_real(x: Array) -> bool:
@@ -275,18 +275,20 @@ def most_neighbors(cells: Cells) -> Most:
         return Most(0, 0)
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
-    if listed_jax.serves(cells.runs):
+    N, runs, reach = cells.num_particles, cells.runs, reach_of(cells)
+    columns: Any = 0
+    lists = None
+    if listed_jax.serves(runs):
         _, sizes, groups = lists_of(cells, 1, STEP)
         assert groups is not None
         longest, columns, known = sizes.max(), groups.counts.max(), finite(cells)
+    elif _wide(N):
+        lists, longest, known = _wide_lists(reach, runs, _wide(N))
     else:
-        columns = 0
-        longest, known = _longest(
-            fused_jax.known(cells.runs, None, cells.reach, cells.sizes), reach_of(cells), cells.runs
-        )
+        longest, known = _longest(fused_jax.known(runs, None, cells.reach, cells.sizes), reach, runs)
     if not known:
         raise ValueError("x must be finite")
-    return Most(int(longest), int(columns))
+    return Most(int(longest), int(columns), lists)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -296,9 +298,29 @@ def _longest(known: Known | None, reach: Reach, runs: Runs) -> tuple[Array, Arra
     return _sums("count", known, None, reach, runs, none, none).max(), _finite(runs)
 
 
+def _wide(N: int) -> int:
+    """The capacity of the lists that one program makes for all smaller ones; 0 of many particles, of which it would
+    make too many numbers.
+    """
+    return min(WIDE // N, capacity_of(N)) if 0 < N <= WIDE // LEAST else 0
+
+
+@partial(jax.jit, static_argnums=2)
+def _wide_lists(reach: Reach, runs: Runs, capacity: int) -> tuple[PlaceLists, Array, Array]:
+    """Lists, how many neighbours a particle has at most, and whether all positions are finite."""
+    lists = blocked_jax.lists_of(reach, runs, capacity)
+    return lists, lists.counts.max(), _finite(runs)
+
+
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
-    known = fused_jax.known(cells.runs, None, cells.reach, cells.sizes) if listed_jax.serves(cells.runs) else None
-    return _lists_of(known, reach_of(cells), cells.runs, capacity, room)
+    """places, sizes and groups. Of few particles one program serves all capacities, where it is run at once."""
+    runs, reach, wide = cells.runs, reach_of(cells), _wide(cells.num_particles)
+    if listed_jax.serves(runs):
+        return _lists_of(fused_jax.known(runs, None, cells.reach, cells.sizes), reach, runs, capacity, room)
+    if not 0 < capacity <= wide or is_staged():
+        return _lists_of(None, reach, runs, capacity, room)
+    (places, sizes), *_ = _wide_lists(reach, runs, wide)
+    return places[:, :capacity], sizes, None
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

@@ -30,7 +30,7 @@ class Pull(NamedTuple):
     """w of the force w d of two particles whose difference is d, in parts that are in range where the force is.
 
     With e = inverse d the force is value e. With v = inverse u the gradient w u + 2 w' (d . u) d is
-    value (v - p (e . v) e) + along (e . v) e, p being the law's `POWER`.
+    value (v - p (e . v) e) + along (e . v) e, p being the formula's `power`.
     """
 
     value: Any
@@ -62,7 +62,10 @@ class GravityFormula(NamedTuple):
     factor: Any  # -1 / (4 split^2)
     height: Any  # 1 / (2 sqrt(pi) split^3)
 
-    POWER = 3  # of the inverse of length that w has
+    @property
+    def power(self) -> int:
+        """Of the inverse of length that w has."""
+        return 3
 
     def of(self, s: Any, xp: Any) -> Any:
         """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
@@ -93,7 +96,10 @@ class OwnFormula:
     numbers: tuple[Any, ...]
     length: Any  # the unit of its own that s is in
 
-    POWER = 0  # of the inverse of length: values are what the function says
+    @property
+    def power(self) -> int:
+        """Of the inverse of length: values are what the function says."""
+        return 0
 
     def of(self, s: Any, xp: Any) -> Any:
         """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""

@@ -105,7 +105,7 @@ def _force_call(edge: Any, cells: Cells, mass: Any, law: Any) -> Any:
     radius = cells.radius if isinstance(law, RadialKernel) else law.radius
     small = cells.within(radius)
     law = law.scaled(small.unit)
-    factors = _factors(small.unit, law.formula.POWER)
+    factors = _factors(small.unit, law.formula.power)
     return edge.ForceCall(small, mass, given, law, radius, radius * small.unit, *factors)
 
 

@@ -72,8 +72,8 @@ def force_slopes(formula: Any) -> Term:
         turned = [mine * b[:, None, :, n] - theirs * a[:, :, None, n] for n in range(d)]
         dot = sum(step * u for step, u in zip(steps, turned, strict=True))
         along = along * dot
-        if formula.POWER:  # a difference of numbers, not of products with w, which may be infinite
-            turned = [u - formula.POWER * dot * step for step, u in zip(steps, turned, strict=True)]
+        if formula.power:  # a difference of numbers, not of products with w, which may be infinite
+            turned = [u - formula.power * dot * step for step, u in zip(steps, turned, strict=True)]
         positions = [(w * u + along * step).sum(-1) for step, u in zip(steps, turned, strict=True)]
         mass = -(w * sum(step * b[:, None, :, n] for n, step in enumerate(steps))).sum(-1)
         return xp.stack([*positions, mass], -1)
