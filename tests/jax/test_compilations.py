@@ -99,8 +99,8 @@ def spline(s: Any, xp: Any, h: Any, height: Any) -> Any:
 
 def test_other_numbers_of_particles(compiled: Any) -> None:
     """Radius, box, bandwidth and the numbers of laws are arguments of programs, of gradients too."""
-    x, q = jax.random.uniform(jax.random.key(0), (333, 3)), jnp.ones((333, 2, 8))
-    jax.block_until_ready((x, q))
+    x = jax.random.uniform(jax.random.key(0), (333, 3))
+    v = jax.random.normal(jax.random.key(1), (333, 2, 8))
 
     def of_sums(law: Any, radius: float, box: Any) -> Any:
         total = lambda x: gp.radial_sum(gp.Cells.build(x, radius, box), 1.0, law).sum()  # noqa: E731
@@ -112,8 +112,8 @@ def test_other_numbers_of_particles(compiled: Any) -> None:
 
     def of_rows(bandwidth: float, radius: float, box: Any) -> Any:
         def mean(x: jax.Array) -> jax.Array:
-            neighbors = gp.Neighbors.allocate(x, radius, box, capacity=32)
-            return gp.neighbor_attention(None, None, q, neighbors, kernel="gaussian", bandwidth=bandwidth).mean()
+            neighbors = gp.Neighbors.allocate(x, radius, box, capacity=333)
+            return gp.neighbor_attention(None, None, v, neighbors, kernel="gaussian", bandwidth=bandwidth).std()
 
         return mean(x), jax.grad(mean)(x)
 
@@ -125,10 +125,10 @@ def test_other_numbers_of_particles(compiled: Any) -> None:
         (of_rows, 0.07, 0.5),
     ):
         first, _ = call(one, 0.15, (1.0, None, 1.5))
-        for law, radius, box in ((other, 0.15, (1.0, None, 1.5)), (one, 0.4, (0.9, None, 1.1)), (one, 1e3, (1e4, None, 1e4))):
-            again = []
-            assert not compiled(lambda law=law, radius=radius, box=box: again.append(call(law, radius, box)))
-            assert again[0][0] != first or call is of_rows
+        for numbers in ((other, 0.15, (1.0, None, 1.5)), (one, 0.4, (0.9, None, 1.1)), (one, 1e3, (1e4, None, 1e4))):
+            assert not compiled(lambda call=call, numbers=numbers: call(*numbers))  # type: ignore[misc]
+            value, _ = call(*numbers)
+            assert value != first
 
 
 def test_lists_of_any_capacity(compiled: Any) -> None:
@@ -136,14 +136,14 @@ def test_lists_of_any_capacity(compiled: Any) -> None:
     x = jax.random.uniform(jax.random.key(0), (222, 3))
     moved = jax.block_until_ready(x**2)
     assert compiled(lambda: gp.Neighbors.allocate(x, 0.3, 1.0).places) <= 3  # runs, lists, the cut
-    cut = jax.jit(lambda places: places).lower  # noqa: F841
     one = gp.Neighbors.allocate(x, 0.3, 1.0)
-    assert not compiled(lambda: [gp.Neighbors.allocate(x, 0.3, 0.9).places, one.update(moved).places])
-    wide, given = [], []
-    assert compiled(lambda: wide.append(gp.Neighbors.allocate(moved, 0.4, 1.0))) <= 1
-    assert compiled(lambda: given.append(gp.Neighbors.allocate(moved, 0.4, 1.0, 48))) <= 1
-    assert wide[0].capacity > one.capacity and not wide[0].overflow
-    np.testing.assert_array_equal(given[0].places, wide[0].places[:, :48])
+    assert not compiled(lambda: [gp.Neighbors.allocate(x, 0.2, 0.9, one.capacity).places, one.update(moved).places])
+    made: list[gp.Neighbors] = []
+    for capacity in (None, 48):
+        assert compiled(lambda capacity=capacity: made.append(gp.Neighbors.allocate(moved, 0.4, 1.0, capacity))) <= 1  # type: ignore[misc]
+    wide, short = made
+    assert wide.capacity > one.capacity and not wide.overflow and short.overflow
+    np.testing.assert_array_equal(short.places, wide.places[:, :48])
 
 
 def test_a_second_derivative_takes_no_memory(compiled: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,12 +33,15 @@ jax.tree_util.register_dataclass(Neighbors, data_fields=["cells", "places", "siz
 
 
 def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> NeighborRows:
-    x, runs = neighbors.cells.x, neighbors.cells.runs
+    cells, runs = neighbors.cells, neighbors.cells.runs
+    x = cells.x
     dtype = runs.points.dtype
     fused = listed_jax.attends(neighbors.groups, call, q, v)
     given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
         return NeighborRows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
+    # The numbers of a call are in `call`; those of cells would be facts of the program.
+    neighbors = replace(neighbors, cells=replace(cells, radius=1.0, box=()))
     made: NeighborRows = _attend_compiled(call if fused else None, call, *given, neighbors)
     return made._replace(out=made.out.astype(v.dtype))
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from gossamer.jax.arguments import with_number as with_number
-from gossamer.jax.compat import as_varying_as, is_staged, varying_with
+from gossamer.jax.compat import as_varying_as, is_abstract, varying_with
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
 from gossamer.particles.blocked_jax import PlaceLists, Reach, pair_sums, reach_of
@@ -313,11 +313,11 @@ def _wide_lists(reach: Reach, runs: Runs, capacity: int) -> tuple[PlaceLists, Ar
 
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
-    """places, sizes and groups. Of few particles one program serves all capacities, where it is run at once."""
+    """places, sizes and groups. Of few particles one program serves all capacities where it is run at once."""
     runs, reach, wide = cells.runs, reach_of(cells), _wide(cells.num_particles)
     if listed_jax.serves(runs):
         return _lists_of(fused_jax.known(runs, None, cells.reach, cells.sizes), reach, runs, capacity, room)
-    if not 0 < capacity <= wide or is_staged():
+    if not 0 < capacity <= wide or is_abstract(runs.points):
         return _lists_of(None, reach, runs, capacity, room)
     (places, sizes), *_ = _wide_lists(reach, runs, wide)
     return places[:, :capacity], sizes, None
