@@ -213,7 +213,7 @@ def test_a_position_that_is_not_finite_leaves_no_number(skipped: bool, monkeypat
     if skipped:
 
         def nothing(term: str, *given: Any) -> Any:
-            _, _, _, runs, _, _, *values = given
+            _, _, runs, _, _, *values = given
             d, of_values = len(runs.points), int(values != [False])
             widths = {"sum": 1, "force": d, "sum_slopes": d + of_values, "force_slopes": d + of_values}
             return jnp.zeros((len(runs.order), widths[term]))

@@ -42,23 +42,23 @@ def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) 
         return NeighborRows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
     # The numbers of a call are in `call`; those of cells would be facts of the program.
     neighbors = replace(neighbors, cells=replace(cells, radius=1.0, box=()))
-    made: NeighborRows = _attend_compiled(call if fused else None, call, *given, neighbors)
+    made: NeighborRows = _attend_compiled(*((call, None) if fused else (None, call)), *given, neighbors)
     return made._replace(out=made.out.astype(v.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    known: Attending | None, call: Attending, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors
+    known: Attending | None, call: Attending | None, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors
 ) -> NeighborRows:
-    """Rows by particles; with numbers that are known a kernel, which takes them so, computes them on a GPU."""
+    """Rows by particles: with known numbers by a kernel on a GPU, else with those that are arguments."""
     rows, _ = _forward(known, call, x, q, k, v, neighbors)
     return rows
 
 
 def _forward(
-    known: Attending | None, call: Attending, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors
+    known: Attending | None, call: Attending | None, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors
 ) -> Any:
-    made = _by_platform(_forward_blocked, known and partial(_forward_fused, known), call, neighbors, q, k, v)
+    made = _by_platform(_forward_blocked, known and _forward_fused, known or call, neighbors, q, k, v)
     return made, (call, x, q, k, v, neighbors, made)
 
 
@@ -98,9 +98,8 @@ def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, 
 
 def _backward(known: Attending | None, kept: Any, given: NeighborRows) -> Any:
     call, x, q, k, v, neighbors, made = kept
-    known = known if differentiates(str(given.out.dtype)) else None
-    arrays = q, k, v, neighbors, made, given
-    gradients = _by_platform(_backward_blocked, known and partial(_backward_fused, known), call, *arrays)
+    kernels = _backward_fused if known and differentiates(str(given.out.dtype)) else None
+    gradients = _by_platform(_backward_blocked, kernels, known or call, q, k, v, neighbors, made, given)
     gradients = once(gradients, (x, q, k, v, given))
     return (
         None,
@@ -109,14 +108,12 @@ def _backward(known: Attending | None, kept: Any, given: NeighborRows) -> Any:
     )
 
 
-def _by_platform(blocked: Any, kernels: Any, call: Attending, *arrays: Any) -> Any:
-    """What `blocked` gives of the numbers of a call and arrays, or on a GPU kernels, if there are, of the arrays."""
+def _by_platform(blocked: Any, kernels: Any, call: Any, *arrays: Any) -> Any:
+    """What `blocked` gives of the numbers of a call and arrays, or on a GPU `kernels`, if that is given."""
     if kernels is None:
         return blocked(call, *arrays)
-    kernels = sequential_vmap(kernels)
-    return lax.platform_dependent(
-        call, *arrays, cuda=_like(lambda _, *given: kernels(*given)), default=_like(blocked)
-    )  # fmt: skip
+    kernels = sequential_vmap(partial(kernels, call))
+    return lax.platform_dependent(*arrays, cuda=_like(kernels), default=_like(partial(blocked, call)))
 
 
 def _like(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,11 +39,6 @@ def serves(runs: Runs) -> bool:
     return runs.points.dtype == jnp.float32 and runs.order.shape[0] > 0 and available()
 
 
-def known(runs: Runs, law: Any, radius: float, box: Sizes) -> Known | None:
-    """The numbers of sums of these particles where kernels may compute them: programs without kernels hold none."""
-    return Known(law, radius, box) if serves(runs) else None
-
-
 def sums(term: str, given: Known, runs: Runs, columns: Array, values: bool) -> Array:
     """The sums of a term by kernels, as `blocked_jax.pair_sums` gives them; `columns` (N, B) are those of candidates.
 

@@ -124,10 +124,8 @@ class SumCall(NamedTuple):
 
     def __call__(self, *_: Any) -> Array:
         cells = self.cells
-        numbers = Numbers(self.law.formula, reach_of(cells), cells.unit)
-        sums: Array = _sum(
-            fused_jax.known(cells.runs, self.law, cells.reach, cells.sizes), numbers, cells.x, cells.runs, self.given
-        )
+        numbers = numbers_of(cells.runs, self.law, cells.reach, cells.sizes)
+        sums: Array = _sum(*numbers, cells.unit, cells.x, cells.runs, self.given)
         return sums
 
 
@@ -144,29 +142,35 @@ class ForceCall(NamedTuple):
     after: float
 
     def __call__(self, *_: Any) -> Array:
-        cells = self.cells
-        numbers = Numbers(
-            self.law.formula, Reach.of(self.reach, cells.sizes), cells.unit, factors_of(self.before), self.after
-        )
-        force: Array = _force(
-            fused_jax.known(cells.runs, self.law, self.reach, cells.sizes), numbers, cells.x, cells.runs, self.given
-        )
+        cells, before = self.cells, factors_of(self.before)
+        numbers = numbers_of(cells.runs, self.law, self.reach, cells.sizes)
+        force: Array = _force(*numbers, cells.unit, before, self.after, cells.x, cells.runs, self.given)
         return force
 
 
 class Numbers(NamedTuple):
-    """The numbers of a call, arguments of its program: another law of a kind, radius or box compiles nothing."""
+    """The numbers of sums, arguments of their program."""
 
-    formula: Any  # of the law
+    formula: Any  # of the law; None for counts
     reach: Reach
-    unit: Any  # the factor of positions
-    before: tuple[Any, ...] = ()  # factors of masses and of forces
-    after: Any = None
+
+    @classmethod
+    def of(cls, law: Any, radius: float, box: Sizes) -> Numbers:
+        return cls(law and law.formula, Reach.of(radius, box))
+
+
+def numbers_of(runs: Runs, law: Any, radius: float, box: Sizes) -> tuple[Known | None, Numbers | None]:
+    """The numbers of sums: either as a program of kernels is made for them, or as arguments of one without kernels,
+    which another law of a kind, another radius or box does not compile again.
+    """
+    if fused_jax.serves(runs):
+        return Known(law, radius, box), None
+    return None, Numbers.of(law, radius, box)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _radial_sum(known: Known | None, numbers: Numbers, x: Array, runs: Runs, values: Array) -> Array:
-    return _sums("sum", known, numbers.formula, numbers.reach, runs, values[:, :0], values)
+def _radial_sum(known: Known | None, numbers: Numbers | None, x: Array, runs: Runs, values: Array) -> Array:
+    return _sums("sum", known, numbers, runs, values[:, :0], values)
 
 
 def _radial_sum_forward(known: Known | None, *given: Any) -> Any:
@@ -176,13 +180,13 @@ def _radial_sum_forward(known: Known | None, *given: Any) -> Any:
 
 def _radial_sum_backward(known: Known | None, kept: Any, g: Any) -> Any:
     numbers, x, runs, values, asked = kept
-    g, d, given = _materialized(g), len(runs.points), (known, numbers.formula, numbers.reach, runs)
+    g, d = _materialized(g), len(runs.points)
     if asked.x is None:
-        gradients = _at(x, once(_sums("sum", *given, g[:, :0], g), (x, values, g)))
+        gradients = _at(x, once(_sums("sum", known, numbers, runs, g[:, :0], g), (x, values, g)))
         return None, None, None, as_varying_as(gradients, values)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    gradients = once(_sums("sum_slopes", *given, rows, columns, asked.values is not None), (x, values, g))
-    gradients = _at(x, gradients)
+    gradients = _sums("sum_slopes", known, numbers, runs, rows, columns, asked.values is not None)
+    gradients = _at(x, once(gradients, (x, values, g)))
     dx = as_varying_as(gradients[:, :d], x)
     return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
 
@@ -191,23 +195,25 @@ _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=Tru
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _radial_force(known: Known | None, numbers: Numbers, x: Array, runs: Runs, mass: Array) -> Array:
-    return _sums("force", known, numbers.formula, numbers.reach, runs, x[:, :0], mass[:, None]) * numbers.after
+def _radial_force(
+    known: Known | None, numbers: Numbers | None, x: Array, runs: Runs, mass: Array, factor: Any
+) -> Array:
+    return _sums("force", known, numbers, runs, x[:, :0], mass[:, None]) * factor
 
 
 def _radial_force_forward(known: Known | None, *given: Any) -> Any:
-    numbers, x, runs, mass = custom_vjp_primal_tree_values(given)
-    return _radial_force(known, numbers, x, runs, mass), (numbers, x, runs, mass, _asked(given))
+    numbers, x, runs, mass, factor = custom_vjp_primal_tree_values(given)
+    return _radial_force(known, numbers, x, runs, mass, factor), (numbers, x, runs, mass, factor, _asked(given))
 
 
 def _radial_force_backward(known: Known | None, kept: Any, g: Any) -> Any:
-    numbers, x, runs, mass, asked = kept
+    numbers, x, runs, mass, factor, asked = kept
     g, d = _materialized(g), len(runs.points)
-    both, given = jnp.concatenate([g, mass[:, None]], 1), (known, numbers.formula, numbers.reach, runs)
-    gradients = _sums("force_slopes", *given, both, both, asked.values is not None) * numbers.after
+    both = jnp.concatenate([g, mass[:, None]], 1)
+    gradients = _sums("force_slopes", known, numbers, runs, both, both, asked.values is not None) * factor
     gradients = _at(x, once(gradients, (x, mass, g)))
     dx = as_varying_as(gradients[:, :d], x)
-    return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass)
+    return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
@@ -215,18 +221,20 @@ _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zer
 
 # Compiled, since `shard_map` has no symbolic zeros where it computes at once.
 @partial(jax.jit, static_argnums=0)
-def _sum(known: Known | None, numbers: Numbers, x: Array, runs: Runs, given: Array) -> Array:
+def _sum(known: Known | None, numbers: Numbers | None, unit: Any, x: Array, runs: Runs, given: Array) -> Array:
     """(N,) or (N, C), as the values are; NaN where a position is not finite: what is near it nobody knows."""
     values = given[:, None] if given.ndim == 1 else given
-    sums: Array = _radial_sum(known, numbers, x.astype(values.dtype) * numbers.unit, runs, values)
+    sums: Array = _radial_sum(known, numbers, x.astype(values.dtype) * unit, runs, values)
     return (sums * _known(_finite(runs), sums)).reshape(given.shape)
 
 
 @partial(jax.jit, static_argnums=0)
-def _force(known: Known | None, numbers: Numbers, x: Array, runs: Runs, mass: Array) -> Array:
-    """(N, d), likewise."""
-    mass = times_all(mass, numbers.before)
-    force: Array = _radial_force(known, numbers, x.astype(mass.dtype) * numbers.unit, runs, mass)
+def _force(
+    known: Known | None, numbers: Numbers | None, unit: Any, before: Any, after: Any, x: Array, runs: Runs, mass: Array
+) -> Array:
+    """(N, d), likewise; `before` are factors of masses, `after` is one of forces."""
+    mass = times_all(mass, before)
+    force: Array = _radial_force(known, numbers, x.astype(mass.dtype) * unit, runs, mass, after)
     return force * _known(_finite(runs), force)
 
 
@@ -238,7 +246,7 @@ class Asked(NamedTuple):
 
 
 def _asked(given: Any) -> Asked:
-    _, x, _, values = given
+    _, x, _, values, *_ = given
     return Asked(() if x.perturbed else None, () if values.perturbed else None)
 
 
@@ -246,26 +254,26 @@ def _materialized(g: Any) -> Array:
     return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
 
 
-@partial(jax.jit, static_argnums=(0, 1, 7))
+@partial(jax.jit, static_argnums=(0, 1, 6))
 def _sums(
-    term: str, known: Known | None, formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array,
+    term: str, known: Known | None, numbers: Numbers | None, runs: Runs, rows: Array, columns: Array,
     values: bool = True,
 ) -> Array:  # fmt: skip
     """The sums of a term: by a kernel on a GPU that has one, else in lax. `values` as in `fused_jax.sums`."""
+    formula, reach = numbers or Numbers.of(*known)  # type: ignore[misc]
 
-    def blocked(formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+    def blocked(runs: Runs, rows: Array, columns: Array) -> Array:
         sums = pair_sums(terms.TERMS[term], formula, reach, runs, rows, columns)
         return sums if values else sums[:, : len(runs.points)]
 
-    given = formula, reach, runs, rows, columns
     if known is None:
-        return blocked(*given)
+        return blocked(runs, rows, columns)
 
-    def fused(formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+    def fused(runs: Runs, rows: Array, columns: Array) -> Array:
         made: Array = varying_with(fused_jax.sums(term, known, runs, columns, values), (runs, rows, columns))
         return made
 
-    sums: Array = lax.platform_dependent(*given, cuda=fused, default=blocked)
+    sums: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
     return sums
 
 
@@ -275,7 +283,7 @@ def most_neighbors(cells: Cells) -> Most:
         return Most(0, 0)
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
-    N, runs, reach = cells.num_particles, cells.runs, reach_of(cells)
+    N, runs = cells.num_particles, cells.runs
     columns: Any = 0
     lists = None
     if listed_jax.serves(runs):
@@ -283,24 +291,24 @@ def most_neighbors(cells: Cells) -> Most:
         assert groups is not None
         longest, columns, known = sizes.max(), groups.counts.max(), finite(cells)
     elif _wide(N):
-        lists, longest, known = _wide_lists(reach, runs, _wide(N))
+        lists, longest, known = _wide_lists(reach_of(cells), runs, _wide(N))
     else:
-        longest, known = _longest(fused_jax.known(runs, None, cells.reach, cells.sizes), reach, runs)
+        longest, known = _longest(*numbers_of(runs, None, cells.reach, cells.sizes), runs)
     if not known:
         raise ValueError("x must be finite")
     return Most(int(longest), int(columns), lists)
 
 
 @partial(jax.jit, static_argnums=0)
-def _longest(known: Known | None, reach: Reach, runs: Runs) -> tuple[Array, Array]:
+def _longest(known: Known | None, numbers: Numbers | None, runs: Runs) -> tuple[Array, Array]:
     """How many neighbours a particle has at most, and whether all positions are finite."""
     none = jnp.zeros((len(runs.order), 0), runs.points.dtype)
-    return _sums("count", known, None, reach, runs, none, none).max(), _finite(runs)
+    return _sums("count", known, numbers, runs, none, none).max(), _finite(runs)
 
 
 def _wide(N: int) -> int:
-    """The capacity of the lists that one program makes for all smaller ones; 0 of many particles, of which it would
-    make too many numbers.
+    """The capacity of the lists that one program makes for all smaller ones; 0 of many particles, for which it would
+    make more than `WIDE` numbers.
     """
     return min(WIDE // N, capacity_of(N)) if 0 < N <= WIDE // LEAST else 0
 
@@ -314,30 +322,26 @@ def _wide_lists(reach: Reach, runs: Runs, capacity: int) -> tuple[PlaceLists, Ar
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
     """places, sizes and groups. Of few particles one program serves all capacities where it is run at once."""
-    runs, reach, wide = cells.runs, reach_of(cells), _wide(cells.num_particles)
-    if listed_jax.serves(runs):
-        return _lists_of(fused_jax.known(runs, None, cells.reach, cells.sizes), reach, runs, capacity, room)
+    runs, wide = cells.runs, _wide(cells.num_particles)
+    if listed_jax.serves(runs) and addressed(cells.num_particles, capacity, room):
+        return _groups_of(Known(None, cells.reach, cells.sizes), runs, capacity, room)
     if not 0 < capacity <= wide or is_abstract(runs.points):
-        return _lists_of(None, reach, runs, capacity, room)
-    (places, sizes), *_ = _wide_lists(reach, runs, wide)
+        return *blocked_jax.lists_of(reach_of(cells), runs, capacity), None
+    (places, sizes), *_ = _wide_lists(reach_of(cells), runs, wide)
     return places[:, :capacity], sizes, None
 
 
-@partial(jax.jit, static_argnums=(0, 3, 4))
-def _lists_of(
-    known: Known | None, reach: Reach, runs: Runs, capacity: int, room: int
-) -> tuple[Array, Array, Groups | None]:
-    """places, sizes and groups: by a kernel on a GPU that has one, else in lax."""
-    if known is None or not addressed(len(runs.order), capacity, room):
-        return *blocked_jax.lists_of(reach, runs, capacity), None
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _groups_of(known: Known, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups]:
+    """places, sizes and groups: by a kernel on a GPU, else in lax."""
 
-    def fused(reach: Reach, runs: Runs) -> Any:
+    def fused(runs: Runs) -> Any:
         return varying_with(listed_jax.lists_of(known.radius, known.box, runs, capacity, room), runs)
 
-    def blocked(reach: Reach, runs: Runs) -> Any:
-        return varying_with(blocked_jax.groups_of(reach, runs, capacity, room), runs)
+    def blocked(runs: Runs) -> Any:
+        return varying_with(blocked_jax.groups_of(Reach.of(known.radius, known.box), runs, capacity, room), runs)
 
-    lists: tuple[Array, Array, Groups] = lax.platform_dependent(reach, runs, cuda=fused, default=blocked)
+    lists: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
     return lists
 
 
