@@ -70,7 +70,7 @@ def listed(
     def force(places: jax.Array, masses: jax.Array, lists: jax.Array) -> jax.Array:
         d, s = steps(places, lists)
         near = (s <= law.radius**2) & (lists < N) & (s > 0)
-        return (jnp.where(near, law.of(jnp.where(near, s, 1.0), jnp) * masses[lists], 0)[..., None] * d).sum(1)
+        return (jnp.where(near, law.formula.of(jnp.where(near, s, 1.0), jnp) * masses[lists], 0)[..., None] * d).sum(1)
 
     found = []
     for name, function in (("density", density), ("gravity", force)):

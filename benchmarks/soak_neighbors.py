@@ -170,7 +170,8 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
         dv.float().sum().backward()
     if c.mistake is not None:
         return outcome._replace(wrong=f"not refused: {c.mistake}")
-    call = Attending(options["scale"] or 1.0, options["bandwidth"], neighbors.cells.box)
+    spread = None if c.form == "dot" else 2 * options["bandwidth"] ** 2
+    call = Attending(options["scale"] or 1.0, spread, neighbors.cells.box)
     kernels = bool(N) and listed_torch.attends(neighbors.groups, call, v if q is None else q, v)
     outcome = outcome._replace(implementation="kernels" if kernels else "operations")
     wide = torch.float64 if of.dtype == torch.float64 else torch.float32

@@ -92,6 +92,60 @@ def test_other_numbers(compiled: Any) -> None:
     assert not compiled(lambda: both(-0.1, None))
 
 
+def spline(s: Any, xp: Any, h: Any, height: Any) -> Any:
+    u = xp.sqrt(s) / h
+    return xp.where(u < 1, height * (1 - u) ** 2, 0.0)
+
+
+def test_other_numbers_of_particles(compiled: Any) -> None:
+    """Radius, box, bandwidth and the numbers of laws are arguments of programs, of gradients too."""
+    x = jax.random.uniform(jax.random.key(0), (333, 3))
+    v = jax.random.normal(jax.random.key(1), (333, 2, 8))
+
+    def of_sums(law: Any, radius: float, box: Any) -> Any:
+        total = lambda x: gp.radial_sum(gp.Cells.build(x, radius, box), 1.0, law).sum()  # noqa: E731
+        return total(x), jax.grad(total)(x)
+
+    def of_forces(law: Any, radius: float, box: Any) -> Any:
+        pull = lambda x: gp.radial_force(gp.Cells.build(x, radius, box), 1.0, law).std()  # noqa: E731
+        return pull(x), jax.grad(pull)(x)
+
+    def of_rows(bandwidth: float, radius: float, box: Any) -> Any:
+        def mean(x: jax.Array) -> jax.Array:
+            neighbors = gp.Neighbors.allocate(x, radius, box, capacity=333)
+            return gp.neighbor_attention(None, None, v, neighbors, kernel="gaussian", bandwidth=bandwidth).std()
+
+        return mean(x), jax.grad(mean)(x)
+
+    for call, one, other in (
+        (of_sums, gp.Gaussian(0.05), gp.Gaussian(0.011)),
+        (of_sums, gp.RadialKernel(spline, 0.1, 1.0), gp.RadialKernel(spline, 0.07, 3.0)),
+        (of_forces, gp.ShortRangeGravity(0.02), gp.ShortRangeGravity(0.011, 0.003)),
+        (of_forces, gp.RadialKernel(spline, 0.1, 1.0), gp.RadialKernel(spline, 0.07, 3.0)),
+        (of_rows, 0.07, 0.5),
+    ):
+        first, _ = call(one, 0.15, (1.0, None, 1.5))
+        for numbers in ((other, 0.15, (1.0, None, 1.5)), (one, 0.4, (0.9, None, 1.1)), (one, 1e3, (1e4, None, 1e4))):
+            assert not compiled(lambda call=call, numbers=numbers: call(*numbers))  # type: ignore[misc]
+            value, _ = call(*numbers)
+            assert value != first
+
+
+def test_lists_of_any_capacity(compiled: Any) -> None:
+    """Of few particles a program makes lists of all capacities: another cloud, radius or capacity cuts them alone."""
+    x = jax.random.uniform(jax.random.key(0), (222, 3))
+    moved = jax.block_until_ready(x**2)
+    assert compiled(lambda: gp.Neighbors.allocate(x, 0.3, 1.0).places) <= 3  # runs, lists, the cut
+    one = gp.Neighbors.allocate(x, 0.3, 1.0)
+    assert not compiled(lambda: [gp.Neighbors.allocate(x, 0.2, 0.9, one.capacity).places, one.update(moved).places])
+    made: list[gp.Neighbors] = []
+    for capacity in (None, 48):
+        assert compiled(lambda capacity=capacity: made.append(gp.Neighbors.allocate(moved, 0.4, 1.0, capacity))) <= 1  # type: ignore[misc]
+    wide, short = made
+    assert wide.capacity > one.capacity and not wide.overflow and short.overflow
+    np.testing.assert_array_equal(short.places, wide.places[:, :48])
+
+
 def test_a_second_derivative_takes_no_memory(compiled: Any) -> None:
     """It is refused before anything of it is compiled or computed."""
     (q,) = arrays(1, 1, 77, 2, 16)

@@ -61,12 +61,12 @@ def test_values_and_slopes(function: Callable[..., Any], numbers: tuple[float, .
     """Of numpy, torch and differences."""
     s, e = np.random.default_rng().uniform(1e-3, 1, 1000), 1e-7
     kernel = gp.RadialKernel(function, *numbers)
-    found = kernel.both(s, np)
+    found = kernel.formula.both(s, np)
     bent = (np.abs(s[:, None] - [0.31, 0.2, 0.3, 0.01, 0.03]) < 1e-5).any(1)  # where there is none
-    wanted = (kernel.of(s + e, np) - kernel.of(s - e, np)) / (2 * e)
+    wanted = (kernel.formula.of(s + e, np) - kernel.formula.of(s - e, np)) / (2 * e)
     assert (np.abs(found.slope - wanted) <= 1e-5 * (1 + np.abs(wanted)) + 1e9 * bent).all()
-    assert (found.value == kernel.of(s, np)).all()
-    again = kernel.both(torch.as_tensor(s), torch)
+    assert (found.value == kernel.formula.of(s, np)).all()
+    again = kernel.formula.both(torch.as_tensor(s), torch)
     np.testing.assert_allclose(again.value, found.value, rtol=1e-12)
     np.testing.assert_allclose(again.slope, found.slope, rtol=1e-9, atol=1e-12)
 
@@ -88,8 +88,8 @@ def test_sums_and_gradients(function: Callable[..., Any], numbers: tuple[float, 
                 step = step - size * torch.round(step / size) * (torch.arange(d, device=device) == axis)
         s = (step * step).sum(-1)
         near, apart = s <= radius**2, (s > 0) & (s <= radius**2)
-        f = kernel.of(torch.where(apart, s, torch.ones_like(s)), torch)
-        at_zero = kernel.of(torch.zeros_like(s), torch)
+        f = kernel.formula.of(torch.where(apart, s, torch.ones_like(s)), torch)
+        at_zero = kernel.formula.of(torch.zeros_like(s), torch)
         w = torch.where(apart, f, torch.where(near, at_zero, torch.zeros_like(s)))
         return [w @ values, torch.einsum("ij,ijd,j->id", torch.where(apart, f, torch.zeros_like(s)), step, mass)]
 
@@ -201,11 +201,11 @@ def test_conditions() -> None:
         return xp.where(within, s * a, xp.where(s != 0.9, 0.0, 7.0)) + xp.where(FACTOR > 2, s, 100.0)
 
     s = np.array([0.1, 0.15, 0.2, 0.5, 0.8, 0.85, 0.9])
-    found = gp.RadialKernel(several, 3.0).both(s, np)
+    found = gp.RadialKernel(several, 3.0).formula.both(s, np)
     inside = np.array([True, False, False, True, True, False, False])
     np.testing.assert_allclose(found.value, np.where(inside, 3 * s, np.where(s == 0.9, 7.0, 0.0)) + s)
     np.testing.assert_allclose(found.slope, np.where(inside, 4.0, 1.0))
-    again = gp.RadialKernel(several, 3.0).both(torch.as_tensor(s), torch)
+    again = gp.RadialKernel(several, 3.0).formula.both(torch.as_tensor(s), torch)
     np.testing.assert_allclose(again.value, found.value)
 
 

@@ -248,7 +248,7 @@ def test_factors_of_forces(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
             step = records[None, :, :3] - records[:, None, :3]
             s = (step * step).sum(-1)
             near = (s > 0) & (s <= numbers[3])
-            w = torch.where(near, scaled.of(torch.where(near, s, 1.0), torch), 0.0) * records[:, 3]
+            w = torch.where(near, scaled.formula.of(torch.where(near, s, 1.0), torch), 0.0) * records[:, 3]
             out[order.long()] = (w[..., None] * step).sum(1)[: len(order)] * known * numbers[4]
 
         return run

@@ -63,6 +63,6 @@ def _dense(rows: Array, x: Array, box: Box) -> Array:
         step -= size * jnp.round(step / size)
         s = jnp.sum(step * step, -1)
         keep = (s > 0) & (s <= law.radius**2)
-        return jnp.where(keep, law.of(jnp.where(keep, s, 1), jnp), 0) @ step
+        return jnp.where(keep, law.formula.of(jnp.where(keep, s, 1), jnp), 0) @ step
 
     return pair_mass(box) * lax.map(row, rows, batch_size=min(len(rows), 64))

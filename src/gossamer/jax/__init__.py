@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
 __all__ = ["EntmaxAux", "Prepared", "attention", "create_sparsity_mask", "entmax_attention", "explain", "from_splash"]
 __all__ += ["SelectedBlocks", "nn", "prepare", "prepare_blocks", "sparse_attention", "topk_blocks"]
 
-# Operations have rooms of their own, which stand above this one and are loaded on their first use.
+# This file is the public interface, which no other imports. Operations have rooms of their own above those of `jax/`,
+# and are loaded on their first use.
 _ROOMS = {
     "EntmaxAux": "gossamer.entmax.in_jax",
     "SelectedBlocks": "gossamer.blocks.in_jax",

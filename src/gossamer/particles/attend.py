@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gossamer.particles.geometry import Sizes, nearest, squares, times
+from gossamer.particles.geometry import nearest, squares, times_all
 
 
 class Attending(NamedTuple):
-    """The numbers of a call; lengths are in the unit of the cells."""
+    """The numbers of a call, of Python or arguments of a program of JAX; lengths are in the unit of the cells."""
 
-    scale: float | None  # of q k^T; None: no such term
-    bandwidth: float | None  # of the Gaussian of the distance; None: no such term
-    box: Sizes
-    pull: float = 0.0  # the factor of sums of dS times steps in the gradients of positions
+    scale: Any  # of q k^T; None: no such term
+    spread: Any  # 2 h^2 of the Gaussian of the distance; None: no such term
+    box: Any  # `Sizes`
+    pull: tuple[Any, ...] = ()  # the factors of sums of dS times steps in the gradients of positions
 
 
 class Features(NamedTuple):
@@ -73,14 +73,14 @@ def row_gradients(
     Pk = xp.where(keep, xp.exp(Sk - their.lse.swapaxes(-1, -2)), 0)
     dS = P * (xp.einsum("che,cmhe->chm", my.dout, theirs.v) - my.delta[..., None])
     dSk = Pk * (xp.einsum("che,cmhe->chm", mine.v, their.dout) - their.delta.swapaxes(-1, -2))
-    scale = call.scale or 0.0
+    scale = 0.0 if call.scale is None else call.scale
     dq = scale * xp.einsum("chm,cmhd->chd", dS, theirs.k)
     dk = scale * xp.einsum("chm,cmhd->chd", dSk, theirs.q)
     dv = xp.einsum("chm,cmhe->che", Pk, their.dout)
-    if call.bandwidth is None:  # no score depends on positions: dx is 0, also where a cut list makes the rest NaN
+    if call.spread is None:  # no score depends on positions: dx is 0, also where a cut list makes the rest NaN
         return NeighborGradients(dq, dk, dv, xp.zeros_like(xp.stack(mine.x, -1)))
     both = (dS + dSk).sum(1)
-    dx = times(xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1), call.pull)
+    dx = times_all(xp.stack([(both * step).sum(-1) for step in _steps(call, mine, theirs, xp)], -1), call.pull)
     return NeighborGradients(dq, dk, dv, dx)
 
 
@@ -94,5 +94,7 @@ def _squares(call: Attending, mine: Features, theirs: Features, xp: Any) -> Any:
 
 
 def _scores(call: Attending, q: Any, k: Any, s: Any, product: str, xp: Any) -> Any:
-    S = -s[:, None] / (2 * call.bandwidth**2) if call.bandwidth else 0 * s[:, None]
-    return S + call.scale * xp.einsum(product, q, k) if call.scale else S + 0 * q[:, :, :1].sum(-1)[..., None]
+    S = 0 * s[:, None] if call.spread is None else -s[:, None] / call.spread
+    if call.scale is None:
+        return S + 0 * q[:, :, :1].sum(-1)[..., None]
+    return S + call.scale * xp.einsum(product, q, k)

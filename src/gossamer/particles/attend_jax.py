@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,31 +33,33 @@ jax.tree_util.register_dataclass(Neighbors, data_fields=["cells", "places", "siz
 
 
 def attend(call: Attending, neighbors: Neighbors, q: Array, k: Array, v: Array) -> NeighborRows:
-    x, runs = neighbors.cells.x, neighbors.cells.runs
+    cells, runs = neighbors.cells, neighbors.cells.runs
+    x = cells.x
     dtype = runs.points.dtype
     fused = listed_jax.attends(neighbors.groups, call, q, v)
     given = (x.astype(dtype), *(one if fused else one.astype(dtype) for one in (q, k, v)))
     if not len(x):
         return NeighborRows(*varying_with((v, jnp.zeros(v.shape[:2], dtype)), (given, neighbors)))
-    made: NeighborRows = _attend_compiled(call, fused, *given, neighbors)
+    # The numbers of a call are in `call`; those of cells would be facts of the program.
+    neighbors = replace(neighbors, cells=replace(cells, radius=1.0, box=()))
+    made: NeighborRows = _attend_compiled(*((call, None) if fused else (None, call)), *given, neighbors)
     return made._replace(out=made.out.astype(v.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> NeighborRows:
-    """Rows by particles; with `fused` a kernel computes them on a GPU."""
-    rows, _ = _forward(call, fused, x, q, k, v, neighbors)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    known: Attending | None, call: Attending | None, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors
+) -> NeighborRows:
+    """Rows by particles: with known numbers by a kernel on a GPU, else with those that are arguments."""
+    rows, _ = _forward(known, call, x, q, k, v, neighbors)
     return rows
 
 
-def _forward(call: Attending, fused: bool, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors) -> Any:
-    blocked = partial(_forward_blocked, call)
-    if fused:
-        kernel = sequential_vmap(partial(_forward_fused, call))
-        made = lax.platform_dependent(neighbors, q, k, v, cuda=_like(kernel), default=_like(blocked))
-    else:
-        made = blocked(neighbors, q, k, v)
-    return made, (x, q, k, v, neighbors, made)
+def _forward(
+    known: Attending | None, call: Attending | None, x: Array, q: Array, k: Array, v: Array, neighbors: Neighbors
+) -> Any:
+    made = _by_platform(_forward_blocked, known and _forward_fused, known or call, neighbors, q, k, v)
+    return made, (call, x, q, k, v, neighbors, made)
 
 
 def _back(neighbors: Neighbors) -> Array:
@@ -93,19 +96,24 @@ def _forward_blocked(call: Attending, neighbors: Neighbors, q: Array, k: Array, 
     return NeighborRows(_whole(made.out.astype(v.dtype), neighbors, back), _whole(made.lse, neighbors, back))
 
 
-def _backward(call: Attending, fused: bool, kept: Any, given: NeighborRows) -> Any:
-    x, *kept = kept
-    blocked, arrays = partial(_backward_blocked, call), (*kept, given)
-    if fused and differentiates(str(given.out.dtype)):
-        kernels = sequential_vmap(partial(_backward_fused, call))
-        gradients = lax.platform_dependent(*arrays, cuda=_like(kernels), default=_like(blocked))
-    else:
-        gradients = blocked(*arrays)
-    q, k, v, *_ = kept
+def _backward(known: Attending | None, kept: Any, given: NeighborRows) -> Any:
+    call, x, q, k, v, neighbors, made = kept
+    kernels = _backward_fused if known and differentiates(str(given.out.dtype)) else None
+    gradients = _by_platform(_backward_blocked, kernels, known or call, q, k, v, neighbors, made, given)
     gradients = once(gradients, (x, q, k, v, given))
-    return *(
-        as_varying_as(dx, x) for dx, x in ((gradients.x, x), (gradients.q, q), (gradients.k, k), (gradients.v, v))
-    ), None
+    return (
+        None,
+        *(as_varying_as(dx, x) for dx, x in ((gradients.x, x), (gradients.q, q), (gradients.k, k), (gradients.v, v))),
+        None,
+    )
+
+
+def _by_platform(blocked: Any, kernels: Any, call: Any, *arrays: Any) -> Any:
+    """What `blocked` gives of the numbers of a call and arrays, or on a GPU `kernels`, if that is given."""
+    if kernels is None:
+        return blocked(call, *arrays)
+    kernels = sequential_vmap(partial(kernels, call))
+    return lax.platform_dependent(*arrays, cuda=_like(kernels), default=_like(partial(blocked, call)))
 
 
 def _like(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,12 +150,12 @@ def _backward_blocked(
     by_place: NeighborGradients = _in_chunks(chunk, N, 2 * M * H * (features.q.shape[2] + E + 4))
     back = _back(neighbors)
     dq, dk, dv, dx = (_whole(one, neighbors, back) for one in by_place)
-    dx = dx if call.bandwidth else jnp.zeros_like(dx)
+    dx = jnp.zeros_like(dx) if call.spread is None else dx
     return NeighborGradients(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dx)
 
 
 _attend.defvjp(_forward, _backward)
-_attend_compiled = jax.jit(_attend, static_argnums=(0, 1))  # found again by a call that is computed at once
+_attend_compiled = jax.jit(_attend, static_argnums=0)  # found again by a call that is computed at once
 
 
 def _features(neighbors: Neighbors, q: Array, k: Array, v: Array) -> Features:

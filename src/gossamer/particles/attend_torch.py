@@ -26,7 +26,7 @@ def attend(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tenso
         none = x.sum().to(dtype) + sum(one.sum(-1).to(dtype) for one in (q, k, v))
         return NeighborRows(v + none[..., None].to(v.dtype), none)
     fused = listed_torch.attends(neighbors.groups, call, q, v)
-    kernels = v.is_cuda and call.bandwidth is None and dtype == torch.float32 and v.dtype != torch.float64
+    kernels = v.is_cuda and call.spread is None and dtype == torch.float32 and v.dtype != torch.float64
     if kernels and not fused:
         order, back = _moves(neighbors)
         products = _products(call, neighbors, *(one[order].transpose(0, 1)[None] for one in (q, k, v)))
@@ -131,7 +131,7 @@ class _AttendBlocked(torch.autograd.Function):
         dq, dk, dv, dx = (
             _whole(one[back], cut[back]) for one in _blocked_gradients(ctx.call, ctx.neighbors, q, k, v, kept)
         )
-        return None, None, dx if ctx.call.bandwidth else torch.zeros_like(dx), dq, dk, dv
+        return None, None, torch.zeros_like(dx) if ctx.call.spread is None else dx, dq, dk, dv
 
 
 def _blocked(call: Attending, neighbors: Neighbors, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

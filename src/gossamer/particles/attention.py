@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gossamer.particles.attend import Attending
 from gossamer.particles.edges import call_of, edge_of
+from gossamer.particles.geometry import factors_of
 from gossamer.particles.laws import positive
 from gossamer.particles.neighbors import Neighbors
 
@@ -95,7 +96,7 @@ class _Checked(NamedTuple):
             *_, D = q.shape
             learned = scale if edge.is_learned(scale) else None
             scale = D**-0.5 if scale is None else 1.0 if learned is not None else positive("scale", scale)
-        pull = 0.0
+        spread, pull = None, tuple[float, ...]()
         if bandwidth is not None:
             bandwidth = positive("bandwidth", bandwidth) * cells.unit
             if bandwidth < NARROW:
@@ -103,8 +104,8 @@ class _Checked(NamedTuple):
                     f"bandwidth must be at least {NARROW:.2g} times the radius, {cells.radius}; "
                     f"got {bandwidth / cells.unit}"
                 )
-            pull = cells.unit / bandwidth / bandwidth
-        return cls(Attending(scale, bandwidth, cells.sizes, pull), flat, products, learned)
+            spread, pull = 2 * bandwidth * bandwidth, factors_of(cells.unit / bandwidth / bandwidth)
+        return cls(Attending(scale, spread, cells.sizes, pull), flat, products, learned)
 
     def run(self, edge: Any, q: Any, k: Any, v: Any, neighbors: Neighbors) -> tuple[Any, Any]:
         """out and lse."""

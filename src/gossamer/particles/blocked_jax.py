@@ -20,17 +20,25 @@ from gossamer.particles.listed_jax import particles_of
 
 PAIRS = 2**18  # of a step: measured on two cores
 PIECE = 8  # runs of candidates of a step
+FEW = 512  # runs of which all are compared to find one: a search compiles longer
 
 
 class Reach(NamedTuple):
-    """The radius and the box of a sum, in the unit of the cells."""
+    """The radius and the box of a sum, in the unit of the cells: arguments of programs."""
 
-    radius: float
-    box: Sizes
+    radius: Any
+    square: Any  # of the radius
+    near: Any  # likewise, with a margin: between the boxes of runs
+    box: Any  # `Sizes`
+
+    @classmethod
+    def of(cls, radius: float, box: Sizes) -> Reach:
+        square = radius * radius
+        return cls(radius, square, square * MARGIN**2, box)
 
 
 def reach_of(cells: Cells) -> Reach:
-    return Reach(cells.reach, cells.sizes)
+    return Reach.of(cells.reach, cells.sizes)
 
 
 def walk(
@@ -50,12 +58,14 @@ def walk(
     each = min(T, max(1, PAIRS // (RUN * RUN * PIECE)))
     steps = -(-T // each)
     items = (jnp.arange(steps * each, dtype=jnp.int32) % T).reshape(steps, each)
-    limit = reach.radius * reach.radius
+
+    search = "compare_all" if T <= FEW else "scan"
+    sizes = _sizes(reach.box, runs.points.dtype)
 
     def step(item: Array) -> Any:
         low, high = (list(x[:, item][..., None]) for x in (runs.low, runs.high))
         others_low, others_high = (list(x[:, None]) for x in (runs.low, runs.high))
-        near = gaps(low, high, others_low, others_high, reach.box, jnp) <= limit * MARGIN**2
+        near = gaps(low, high, others_low, others_high, reach.box, jnp) <= reach.near
         rank = near.cumsum(-1, dtype=jnp.int32)
         count = rank[:, -1]
         here = runs.points[:, item]
@@ -63,16 +73,13 @@ def walk(
         def piece(state: Any) -> Any:
             p, before = state
             want = p * PIECE + jnp.arange(PIECE, dtype=jnp.int32)
-            at = jax.vmap(partial(jnp.searchsorted, v=want + 1))(rank).astype(jnp.int32)
+            at = jax.vmap(partial(jnp.searchsorted, v=want + 1, method=search))(rank).astype(jnp.int32)
             place = (at[:, :, None] * RUN + jnp.arange(RUN, dtype=jnp.int32)).reshape(each, -1)
             there = place[:, None] < N  # past the last run where there are no more
             points = runs.points[:, jnp.minimum(at, T - 1)].reshape(-1, each, 1, PIECE * RUN)
-            parts = [
-                nearest(theirs, mine[:, :, None], size, jnp)
-                for theirs, mine, size in zip(list(points), list(here), reach.box, strict=True)
-            ]
+            parts = list(nearest(points, here[..., None], sizes, jnp))
             s = squares(parts)
-            return p + 1, visit(before, Seen(parts, s, (s <= limit) & there, item, place))
+            return p + 1, visit(before, Seen(parts, s, (s <= reach.square) & there, item, place))
 
         before = varying_with(start(each), (runs, read))
         _, after = lax.while_loop(lambda state: state[0] * PIECE < count.max(), piece, (0, before))
@@ -82,14 +89,21 @@ def walk(
     return jax.tree.map(lambda x: x.reshape(steps * each * RUN, *x.shape[3:])[:N], visited)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def pair_sums(make: Any, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
+def _sizes(box: Any, dtype: Any) -> Array | None:
+    """(d, 1, 1, 1), infinite along open axes; None if all are."""
+    if all(size is None for size in box):
+        return None
+    return jnp.array([jnp.inf if size is None else size for size in box], dtype)[:, None, None, None]
+
+
+@partial(jax.jit, static_argnums=0)
+def pair_sums(make: Any, formula: Any, reach: Reach, runs: Runs, rows: Array, columns: Array) -> Array:
     """The sums of the terms of all pairs within the radius, (N, outputs).
 
     Args:
         rows, columns: (N, A) and (N, B), the numbers of queries and candidates.
     """
-    term: terms.Term = make(law)
+    term: terms.Term = make(formula)
     N, dtype = len(runs.order), runs.points.dtype
     outputs = jax.eval_shape(lambda: _probe(term, runs, rows, columns)).shape[-1]
     if not N:
@@ -115,7 +129,7 @@ class PlaceLists(NamedTuple):
     counts: Array  # (N,) int32: how many there are, also where they do not fit
 
 
-@partial(jax.jit, static_argnums=(0, 2))
+@partial(jax.jit, static_argnums=2)
 def lists_of(reach: Reach, runs: Runs, M: int) -> PlaceLists:
     N = len(runs.order)
     if not N:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ from gossamer.particles.kernels.compiled import compiles_for, radial
 from gossamer.particles.kernels.radial.configurations import FAR, RadialConfig
 
 
+class Known(NamedTuple):
+    """The numbers of a call that kernels take: they are attributes, known when a program is made."""
+
+    law: Any
+    radius: float
+    box: Sizes
+
+
 @cache
 def available() -> bool:
     """Whether kernels run in this process."""
@@ -31,7 +39,7 @@ def serves(runs: Runs) -> bool:
     return runs.points.dtype == jnp.float32 and runs.order.shape[0] > 0 and available()
 
 
-def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Array, values: bool) -> Array:
+def sums(term: str, given: Known, runs: Runs, columns: Array, values: bool) -> Array:
     """The sums of a term by kernels, as `blocked_jax.pair_sums` gives them; `columns` (N, B) are those of candidates.
 
     Args:
@@ -40,26 +48,24 @@ def sums(term: str, law: Any, radius: float, box: Sizes, runs: Runs, columns: Ar
     if term == "force_slopes":
         columns = jnp.concatenate([columns[:, -1:], columns[:, :-1]], 1)
     if term not in CHANNELS:
-        return _run(term, law, radius, box, runs, columns, 1, values)
+        return _run(term, given, runs, columns, 1, values)
     most = CHANNELS[term]
     if term == "sum":
         parts = [columns[:, n : n + most] for n in range(0, columns.shape[1], most)]
-        return jnp.concatenate([_run(term, law, radius, box, runs, part, part.shape[1]) for part in parts], 1)
-    given, g = jnp.split(columns, 2, 1)
+        return jnp.concatenate([_run(term, given, runs, part, part.shape[1]) for part in parts], 1)
+    mine, g = jnp.split(columns, 2, 1)
     (d, _, _), positions, others = runs.points.shape, [], []
-    for n in range(0, given.shape[1], most):
-        part = jnp.concatenate([given[:, n : n + most], g[:, n : n + most]], 1)
-        slopes = _run(term, law, radius, box, runs, part, part.shape[1] // 2, values)
+    for n in range(0, mine.shape[1], most):
+        part = jnp.concatenate([mine[:, n : n + most], g[:, n : n + most]], 1)
+        slopes = _run(term, given, runs, part, part.shape[1] // 2, values)
         positions.append(slopes[:, :d])
         others.append(slopes[:, d:])
     return jnp.concatenate([sum(positions[1:], start=positions[0]), *others], 1)
 
 
-def _run(
-    term: str, law: Any, radius: float, box: Sizes, runs: Runs, payload: Array, channels: int, values: bool = True
-) -> Array:
+def _run(term: str, given: Known, runs: Runs, payload: Array, channels: int, values: bool = True) -> Array:
     (N,), (d, T, run) = runs.order.shape, runs.points.shape
-    config, numbers = call_of(term, law, radius, box, channels, values)
+    config, numbers = call_of(term, *given, channels, values)
     more = T * run - N
     positions = runs.points.reshape(d, -1).T
     positions = positions.at[N:, 0].set(FAR) if more else positions

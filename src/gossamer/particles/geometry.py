@@ -39,14 +39,25 @@ def unit_of(radius: float) -> float:
 
 def times(x: Any, factor: float) -> Any:
     """An array times a positive number, which may be out of float32's range where the product is in it."""
-    if factor == 1:
-        return x
+    return x if factor == 1 else times_all(x, factors_of(factor))
+
+
+def factors_of(factor: float) -> tuple[float, ...]:
+    """Numbers in float32's range, whose product with an array, one after the other, is that with a positive number."""
     _, exponent = math.frexp(factor)
     parts = 1 + abs(exponent) // EXPONENT
+    steps = []
     for _ in range(parts - 1):
-        step = 2.0 ** (exponent // parts)
-        x, factor = x * step, factor / step
-    return x * factor
+        steps.append(2.0 ** (exponent // parts))
+        factor /= steps[-1]
+    return *steps, factor
+
+
+def times_all(x: Any, factors: Sequence[Any]) -> Any:
+    """An array times one number after the other."""
+    for factor in factors:
+        x = x * factor
+    return x
 
 
 def hilbert_keys(place: list[Any], bits: int, xp: Any) -> Any:

@@ -51,6 +51,7 @@ class Most(NamedTuple):
 
     neighbors: int  # of a particle
     columns: int  # of a group; 0 where there are none
+    lists: Any = None  # (places, sizes) of a larger capacity, where these were made to find the longest
 
 
 def call_of(radius: float, box: Sizes) -> tuple[ListsConfig, tuple[float, ...]]:
@@ -106,7 +107,7 @@ def addressed(N: int, capacity: int, room: int) -> bool:
 def attends(call: Attending, dtype: str, D: int, E: int) -> bool:
     """Whether kernels compute the forward of a call."""
     if dtype == "float32":
-        return call.bandwidth is None and 0 < E <= LARGEST_FLOAT32 and D <= LARGEST_FLOAT32
+        return call.spread is None and 0 < E <= LARGEST_FLOAT32 and D <= LARGEST_FLOAT32
     return dtype in TYPES and 0 < E <= LARGEST and D <= LARGEST
 
 
@@ -153,7 +154,7 @@ def launched(
         lists: shapes of the groups' arrays and of their items, by name.
     """
     names, scale = launches.lists(direction, dtype), call.scale if call.scale is not None else 1.0
-    factor = None if call.bandwidth is None else -0.5 / (call.bandwidth**2 * scale)
+    factor = None if call.spread is None else -1 / (call.spread * scale)
     p = Problem(1, H, H, N, N, D, E, dtype, "cuda", SM, processors)
     scoring = Scoring(scale, 0)
 

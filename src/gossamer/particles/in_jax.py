@@ -12,28 +12,35 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from gossamer.jax.arguments import with_number as with_number
-from gossamer.jax.compat import as_varying_as, varying_with
+from gossamer.jax.compat import as_varying_as, is_abstract, varying_with
 from gossamer.particles import blocked_jax, fused_jax, listed_jax, terms
 from gossamer.particles.attend_jax import attend as attend
-from gossamer.particles.blocked_jax import Reach, pair_sums, reach_of
+from gossamer.particles.blocked_jax import PlaceLists, Reach, pair_sums, reach_of
 from gossamer.particles.cells import Cells, Runs
+from gossamer.particles.fused_jax import Known
 from gossamer.particles.geometry import (
     BITS,
     RUN,
     WHOLE,
     Sizes,
+    factors_of,
     hilbert_keys,
     on_the_grid,
-    times,
+    times_all,
     tree_of,
     wrapped,
 )
 from gossamer.particles.groups import Groups, Most, addressed
 from gossamer.particles.kernels.neighbors.configurations import ROWS, STEP
-from gossamer.particles.neighbors import Neighbors
+from gossamer.particles.laws import OwnFormula
+from gossamer.particles.neighbors import Neighbors, capacity_of
 from gossamer.particles.once_jax import once
 
 jax.tree_util.register_dataclass(Cells, data_fields=["x", "runs"], meta_fields=["radius", "box"])
+jax.tree_util.register_dataclass(OwnFormula, data_fields=["numbers", "length"], meta_fields=["function"])
+
+WIDE = 2**20  # numbers of the lists, of at least `LEAST` for each particle, that one program makes for all capacities
+LEAST = 64
 
 
 def is_real(x: Array) -> bool:
@@ -58,7 +65,7 @@ def channels(name: str, values: Any, cells: Cells) -> Array:
     return values if values.ndim else jnp.broadcast_to(values, (cells.num_particles,))
 
 
-@partial(jax.jit, static_argnums=1)
+@jax.jit
 def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
     """The runs of positions in a box, both multiplied by `unit`."""
     x = lax.stop_gradient(x).astype(_type(x)) * unit
@@ -74,7 +81,8 @@ def runs_of(x: Array, box: Sizes, unit: float) -> Runs:
     order = jnp.argsort(hilbert_keys(place, BITS[d], jnp), stable=True).astype(jnp.int32)
     at = jnp.minimum(jnp.arange(T * RUN, dtype=jnp.int32), N - 1)
     points = jnp.stack(x)[:, order[at]].reshape(d, T, RUN)
-    return Runs(order, points, points.min(-1), points.max(-1), tree_of(points, jnp))
+    runs = Runs(order, points, points.min(-1), points.max(-1), ())
+    return runs._replace(tree=tree_of(points, jnp)) if fused_jax.serves(runs) else runs
 
 
 def sorting(x: Array, box: Sizes, unit: float) -> Callable[[Array], Runs]:
@@ -88,12 +96,12 @@ def _type(x: Array) -> Any:
 
 def finite(cells: Cells) -> Array:
     """Whether all positions are finite: a truth value on the device."""
-    return jnp.isfinite(cells.runs.points).all()
+    return _finite(cells.runs)
 
 
-def known(cells: Cells, like: Array) -> Array:
-    """1, or NaN where a position is not finite: what is near such a particle nobody knows."""
-    return _known(finite(cells), like)
+@jax.jit
+def _finite(runs: Runs) -> Array:
+    return jnp.isfinite(runs.points).all()
 
 
 def _known(sure: Array, like: Array) -> Array:
@@ -115,12 +123,10 @@ class SumCall(NamedTuple):
     within: float | None
 
     def __call__(self, *_: Any) -> Array:
-        flat = len(self.given.shape) == 1
-        values = self.given[:, None] if flat else self.given
-        x = self.cells.x.astype(values.dtype) * self.cells.unit
-        sums: Array = _sum(self.law, reach_of(self.cells), x, self.cells.runs, values)
-        sums = sums * known(self.cells, sums)
-        return sums[:, 0] if flat else sums
+        cells = self.cells
+        numbers = numbers_of(cells.runs, self.law, cells.reach, cells.sizes)
+        sums: Array = _sum(*numbers, cells.unit, cells.x, cells.runs, self.given)
+        return sums
 
 
 class ForceCall(NamedTuple):
@@ -136,65 +142,100 @@ class ForceCall(NamedTuple):
     after: float
 
     def __call__(self, *_: Any) -> Array:
-        mass = times(self.given, self.before)
-        x, reach = self.cells.x.astype(mass.dtype) * self.cells.unit, Reach(self.reach, self.cells.sizes)
-        force: Array = _force(self.law, reach, x, self.cells.runs, mass, self.after)
-        return force * known(self.cells, force)
+        cells, before = self.cells, factors_of(self.before)
+        numbers = numbers_of(cells.runs, self.law, self.reach, cells.sizes)
+        force: Array = _force(*numbers, cells.unit, before, self.after, cells.x, cells.runs, self.given)
+        return force
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _radial_sum(law: Any, reach: Reach, x: Array, runs: Runs, values: Array) -> Array:
-    return _sums("sum", law, reach, runs, values[:, :0], values)
+class Numbers(NamedTuple):
+    """The numbers of sums, arguments of their program."""
+
+    formula: Any  # of the law; None for counts
+    reach: Reach
+
+    @classmethod
+    def of(cls, law: Any, radius: float, box: Sizes) -> Numbers:
+        return cls(law and law.formula, Reach.of(radius, box))
 
 
-def _radial_sum_forward(law: Any, reach: Reach, *given: Any) -> Any:
-    x, runs, values = custom_vjp_primal_tree_values(given)
-    return _sums("sum", law, reach, runs, values[:, :0], values), (x, runs, values, _asked(given))
+def numbers_of(runs: Runs, law: Any, radius: float, box: Sizes) -> tuple[Known | None, Numbers | None]:
+    """The numbers of sums: either as a program of kernels is made for them, or as arguments of one without kernels,
+    which another law of a kind, another radius or box does not compile again.
+    """
+    if fused_jax.serves(runs):
+        return Known(law, radius, box), None
+    return None, Numbers.of(law, radius, box)
 
 
-def _radial_sum_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    x, runs, values, asked = kept
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _radial_sum(known: Known | None, numbers: Numbers | None, x: Array, runs: Runs, values: Array) -> Array:
+    return _sums("sum", known, numbers, runs, values[:, :0], values)
+
+
+def _radial_sum_forward(known: Known | None, *given: Any) -> Any:
+    numbers, x, runs, values = custom_vjp_primal_tree_values(given)
+    return _radial_sum(known, numbers, x, runs, values), (numbers, x, runs, values, _asked(given))
+
+
+def _radial_sum_backward(known: Known | None, kept: Any, g: Any) -> Any:
+    numbers, x, runs, values, asked = kept
     g, d = _materialized(g), len(runs.points)
     if asked.x is None:
-        gradients = _at(x, once(_sums("sum", law, reach, runs, g[:, :0], g), (x, values, g)))
-        return None, None, as_varying_as(gradients, values)
+        gradients = _at(x, once(_sums("sum", known, numbers, runs, g[:, :0], g), (x, values, g)))
+        return None, None, None, as_varying_as(gradients, values)
     rows, columns = jnp.concatenate([g, values], 1), jnp.concatenate([values, g], 1)
-    gradients = once(_sums("sum_slopes", law, reach, runs, rows, columns, asked.values is not None), (x, values, g))
-    gradients = _at(x, gradients)
+    gradients = _sums("sum_slopes", known, numbers, runs, rows, columns, asked.values is not None)
+    gradients = _at(x, once(gradients, (x, values, g)))
     dx = as_varying_as(gradients[:, :d], x)
-    return dx, None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
+    return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d:], values)
 
 
 _radial_sum.defvjp(_radial_sum_forward, _radial_sum_backward, symbolic_zeros=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _radial_force(law: Any, reach: Reach, x: Array, runs: Runs, mass: Array, factor: Any) -> Array:
-    return _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _radial_force(
+    known: Known | None, numbers: Numbers | None, x: Array, runs: Runs, mass: Array, factor: Any
+) -> Array:
+    return _sums("force", known, numbers, runs, x[:, :0], mass[:, None]) * factor
 
 
-def _radial_force_forward(law: Any, reach: Reach, *given: Any) -> Any:
-    x, runs, mass, factor = custom_vjp_primal_tree_values(given)
-    force = _sums("force", law, reach, runs, x[:, :0], mass[:, None]) * factor
-    return force, (x, runs, mass, factor, _asked(given))
+def _radial_force_forward(known: Known | None, *given: Any) -> Any:
+    numbers, x, runs, mass, factor = custom_vjp_primal_tree_values(given)
+    return _radial_force(known, numbers, x, runs, mass, factor), (numbers, x, runs, mass, factor, _asked(given))
 
 
-def _radial_force_backward(law: Any, reach: Reach, kept: Any, g: Any) -> Any:
-    x, runs, mass, factor, asked = kept
+def _radial_force_backward(known: Known | None, kept: Any, g: Any) -> Any:
+    numbers, x, runs, mass, factor, asked = kept
     g, d = _materialized(g), len(runs.points)
     both = jnp.concatenate([g, mass[:, None]], 1)
-    gradients = once(
-        _sums("force_slopes", law, reach, runs, both, both, asked.values is not None) * factor, (x, mass, g)
-    )
-    gradients = _at(x, gradients)
+    gradients = _sums("force_slopes", known, numbers, runs, both, both, asked.values is not None) * factor
+    gradients = _at(x, once(gradients, (x, mass, g)))
     dx = as_varying_as(gradients[:, :d], x)
-    return dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
+    return None, dx, None, None if asked.values is None else as_varying_as(gradients[:, d], mass), None
 
 
 _radial_force.defvjp(_radial_force_forward, _radial_force_backward, symbolic_zeros=True)
 
+
 # Compiled, since `shard_map` has no symbolic zeros where it computes at once.
-_sum, _force = (jax.jit(one, static_argnums=(0, 1)) for one in (_radial_sum, _radial_force))
+@partial(jax.jit, static_argnums=0)
+def _sum(known: Known | None, numbers: Numbers | None, unit: Any, x: Array, runs: Runs, given: Array) -> Array:
+    """(N,) or (N, C), as the values are; NaN where a position is not finite: what is near it nobody knows."""
+    values = given[:, None] if given.ndim == 1 else given
+    sums: Array = _radial_sum(known, numbers, x.astype(values.dtype) * unit, runs, values)
+    return (sums * _known(_finite(runs), sums)).reshape(given.shape)
+
+
+@partial(jax.jit, static_argnums=0)
+def _force(
+    known: Known | None, numbers: Numbers | None, unit: Any, before: Any, after: Any, x: Array, runs: Runs, mass: Array
+) -> Array:
+    """(N, d), likewise; `before` are factors of masses, `after` is one of forces."""
+    mass = times_all(mass, before)
+    force: Array = _radial_force(known, numbers, x.astype(mass.dtype) * unit, runs, mass, after)
+    return force * _known(_finite(runs), force)
 
 
 class Asked(NamedTuple):
@@ -205,7 +246,7 @@ class Asked(NamedTuple):
 
 
 def _asked(given: Any) -> Asked:
-    x, _, values, *_ = given
+    _, x, _, values, *_ = given
     return Asked(() if x.perturbed else None, () if values.perturbed else None)
 
 
@@ -213,20 +254,23 @@ def _materialized(g: Any) -> Array:
     return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 6))
-def _sums(term: str, law: Any, reach: Reach, runs: Runs, rows: Array, columns: Array, values: bool = True) -> Array:
+@partial(jax.jit, static_argnums=(0, 1, 6))
+def _sums(
+    term: str, known: Known | None, numbers: Numbers | None, runs: Runs, rows: Array, columns: Array,
+    values: bool = True,
+) -> Array:  # fmt: skip
     """The sums of a term: by a kernel on a GPU that has one, else in lax. `values` as in `fused_jax.sums`."""
+    formula, reach = numbers or Numbers.of(*known)  # type: ignore[misc]
 
     def blocked(runs: Runs, rows: Array, columns: Array) -> Array:
-        sums = pair_sums(terms.TERMS[term], law, reach, runs, rows, columns)
+        sums = pair_sums(terms.TERMS[term], formula, reach, runs, rows, columns)
         return sums if values else sums[:, : len(runs.points)]
 
-    if not fused_jax.serves(runs):
+    if known is None:
         return blocked(runs, rows, columns)
 
     def fused(runs: Runs, rows: Array, columns: Array) -> Array:
-        sums = fused_jax.sums(term, law, reach.radius, reach.box, runs, columns, values)
-        made: Array = varying_with(sums, (runs, rows, columns))
+        made: Array = varying_with(fused_jax.sums(term, known, runs, columns, values), (runs, rows, columns))
         return made
 
     sums: Array = lax.platform_dependent(runs, rows, columns, cuda=fused, default=blocked)
@@ -239,33 +283,63 @@ def most_neighbors(cells: Cells) -> Most:
         return Most(0, 0)
     if isinstance(cells.x, jax.core.Tracer):
         raise ValueError("capacity must be given where positions are not known, as under jit")
-    if not finite(cells):
-        raise ValueError("x must be finite")
-    if listed_jax.serves(cells.runs):
+    N, runs = cells.num_particles, cells.runs
+    columns: Any = 0
+    lists = None
+    if listed_jax.serves(runs):
         _, sizes, groups = lists_of(cells, 1, STEP)
         assert groups is not None
-        return Most(int(sizes.max()), int(groups.counts.max()))
-    none = jnp.zeros((cells.num_particles, 0), cells.runs.points.dtype)
-    counts = _sums("count", None, reach_of(cells), cells.runs, none, none)
-    return Most(int(counts.max()), 0)
+        longest, columns, known = sizes.max(), groups.counts.max(), finite(cells)
+    elif _wide(N):
+        lists, longest, known = _wide_lists(reach_of(cells), runs, _wide(N))
+    else:
+        longest, known = _longest(*numbers_of(runs, None, cells.reach, cells.sizes), runs)
+    if not known:
+        raise ValueError("x must be finite")
+    return Most(int(longest), int(columns), lists)
+
+
+@partial(jax.jit, static_argnums=0)
+def _longest(known: Known | None, numbers: Numbers | None, runs: Runs) -> tuple[Array, Array]:
+    """How many neighbours a particle has at most, and whether all positions are finite."""
+    none = jnp.zeros((len(runs.order), 0), runs.points.dtype)
+    return _sums("count", known, numbers, runs, none, none).max(), _finite(runs)
+
+
+def _wide(N: int) -> int:
+    """The capacity of the lists that one program makes for all smaller ones; 0 of many particles, for which it would
+    make more than `WIDE` numbers.
+    """
+    return min(WIDE // N, capacity_of(N)) if 0 < N <= WIDE // LEAST else 0
+
+
+@partial(jax.jit, static_argnums=2)
+def _wide_lists(reach: Reach, runs: Runs, capacity: int) -> tuple[PlaceLists, Array, Array]:
+    """Lists, how many neighbours a particle has at most, and whether all positions are finite."""
+    lists = blocked_jax.lists_of(reach, runs, capacity)
+    return lists, lists.counts.max(), _finite(runs)
 
 
 def lists_of(cells: Cells, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
-    return _lists_of(reach_of(cells), cells.runs, capacity, room)
+    """places, sizes and groups. Of few particles one program serves all capacities where it is run at once."""
+    runs, wide = cells.runs, _wide(cells.num_particles)
+    if listed_jax.serves(runs) and addressed(cells.num_particles, capacity, room):
+        return _groups_of(Known(None, cells.reach, cells.sizes), runs, capacity, room)
+    if not 0 < capacity <= wide or is_abstract(runs.points):
+        return *blocked_jax.lists_of(reach_of(cells), runs, capacity), None
+    (places, sizes), *_ = _wide_lists(reach_of(cells), runs, wide)
+    return places[:, :capacity], sizes, None
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
-def _lists_of(reach: Reach, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups | None]:
-    """places, sizes and groups: by a kernel on a GPU that has one, else in lax."""
-    N = len(runs.order)
-    if not listed_jax.serves(runs) or not addressed(N, capacity, room):
-        return *blocked_jax.lists_of(reach, runs, capacity), None
+def _groups_of(known: Known, runs: Runs, capacity: int, room: int) -> tuple[Array, Array, Groups]:
+    """places, sizes and groups: by a kernel on a GPU, else in lax."""
 
     def fused(runs: Runs) -> Any:
-        return varying_with(listed_jax.lists_of(reach.radius, reach.box, runs, capacity, room), runs)
+        return varying_with(listed_jax.lists_of(known.radius, known.box, runs, capacity, room), runs)
 
     def blocked(runs: Runs) -> Any:
-        return varying_with(blocked_jax.groups_of(reach, runs, capacity, room), runs)
+        return varying_with(blocked_jax.groups_of(Reach.of(known.radius, known.box), runs, capacity, room), runs)
 
     lists: tuple[Array, Array, Groups] = lax.platform_dependent(runs, cuda=fused, default=blocked)
     return lists

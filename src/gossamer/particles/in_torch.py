@@ -186,7 +186,7 @@ class SumCall(_Kept):
         if self.kernels is not None:
             return self.kernels.weighted(cells.runs, values)
         of = values[:, None] if self.flat else values
-        sums = pair_sums(terms.weighted(self.law), cells, self.reach, of[:, :0], of)
+        sums = pair_sums(terms.weighted(self.law.formula), cells, self.reach, of[:, :0], of)
         return (sums[:, 0] if self.flat else sums) * cells.runs.known
 
     def slopes(self, cells: Cells, g: Tensor, values: Tensor, both: bool) -> tuple[Tensor, Tensor | None]:
@@ -197,7 +197,7 @@ class SumCall(_Kept):
         else:
             mine, theirs = (x[:, None] if self.flat else x for x in (g, values))
             rows, columns = torch.cat([mine, theirs], 1), torch.cat([theirs, mine], 1)
-            found = pair_sums(terms.weighted_slopes(self.law), cells, self.reach, rows, columns) * runs.known
+            found = pair_sums(terms.weighted_slopes(self.law.formula), cells, self.reach, rows, columns) * runs.known
             dx, dv = found.tensor_split([len(runs.points)], 1)
         return times(dx, self.unit), dv.reshape(values.shape) if both else None
 
@@ -224,7 +224,7 @@ class ForceCall(_Kept):
         if self.kernels is not None:
             return self.kernels.force(cells.runs, mass, self.before, self.after)
         mass = times(mass, self.before)[:, None]
-        force = pair_sums(terms.force(self.law), cells, self.reach, mass[:, :0], mass)
+        force = pair_sums(terms.force(self.law.formula), cells, self.reach, mass[:, :0], mass)
         return times(force, self.after) * cells.runs.known
 
     def slopes(self, cells: Cells, g: Tensor, mass: Tensor, both: bool) -> tuple[Tensor, Tensor | None]:
@@ -234,7 +234,7 @@ class ForceCall(_Kept):
             dx, dm = self.kernels.force_slopes(runs, g, mass, both)
         else:
             of = torch.cat([g, mass[:, None]], 1)
-            found = pair_sums(terms.force_slopes(self.law), cells, self.reach, of, of) * runs.known
+            found = pair_sums(terms.force_slopes(self.law.formula), cells, self.reach, of, of) * runs.known
             dx, dm = found[:, :-1], found[:, -1]
         return times(dx, self.after * self.unit), times(times(dm, self.after), self.before) if both else None
 

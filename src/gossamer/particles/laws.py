@@ -30,12 +30,92 @@ class Pull(NamedTuple):
     """w of the force w d of two particles whose difference is d, in parts that are in range where the force is.
 
     With e = inverse d the force is value e. With v = inverse u the gradient w u + 2 w' (d . u) d is
-    value (v - p (e . v) e) + along (e . v) e, p being the law's `POWER`.
+    value (v - p (e . v) e) + along (e . v) e, p being the formula's `power`.
     """
 
     value: Any
     along: Any  # None where nobody asks for it
     inverse: Any  # an array, or 1
+
+
+class GaussianFormula(NamedTuple):
+    """The values of a `Gaussian`. Numbers of formulas are of Python, or arguments of a program of JAX."""
+
+    factor: Any  # -1 / (2 h^2)
+
+    def of(self, s: Any, xp: Any) -> Any:
+        """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
+        return xp.exp(s * self.factor)
+
+    def both(self, s: Any, xp: Any) -> Values:
+        """The values and their derivatives."""
+        value = self.of(s, xp)
+        return Values(value, value * self.factor)
+
+
+class GravityFormula(NamedTuple):
+    """The values of `ShortRangeGravity`."""
+
+    softening: Any  # squared
+    split: Any  # squared
+    cube: Any  # 1 / split^3
+    factor: Any  # -1 / (4 split^2)
+    height: Any  # 1 / (2 sqrt(pi) split^3)
+
+    @property
+    def power(self) -> int:
+        """Of the inverse of length that w has."""
+        return 3
+
+    def of(self, s: Any, xp: Any) -> Any:
+        """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
+        pull = self.pull(s, xp, slope=False)
+        return pull.value * pull.inverse
+
+    def both(self, s: Any, xp: Any) -> Values:
+        """w and its derivative by s."""
+        value, along, inverse = self.pull(s, xp, slope=True)
+        return Values(value * inverse, (along - 3 * value) * inverse * inverse * inverse / 2)
+
+    def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
+        """R w and what is beside it in w' = -(3 w + exp(-u^2) / (2 sqrt(pi) split^3)) / (2 R^2)."""
+        s = s + self.softening
+        inverse = 1 / xp.sqrt(s)
+        R, root = s * inverse, long_root(s / self.split, ROOT)
+        value, along = inverse * inverse - root * root * R * self.cube, None
+        if slope:
+            along = -(xp.exp(s * self.factor) * self.height) * R
+        return Pull(value, along, inverse)
+
+
+@dataclass(frozen=True)
+class OwnFormula:
+    """The values of a `RadialKernel`."""
+
+    function: Callable[..., Any]
+    numbers: tuple[Any, ...]
+    length: Any  # the unit of its own that s is in
+
+    @property
+    def power(self) -> int:
+        """Of the inverse of length: values are what the function says."""
+        return 0
+
+    def of(self, s: Any, xp: Any) -> Any:
+        """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
+        return result(self.function, s * self.length * self.length, xp, self.numbers, slope=False).value
+
+    def both(self, s: Any, xp: Any) -> Values:
+        """The values and their derivatives."""
+        both = result(self.function, s * self.length * self.length, xp, self.numbers, slope=True)
+        return Values(both.value, both.slope * self.length * self.length)
+
+    def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
+        """w and 2 w'."""
+        if not slope:
+            return Pull(self.of(s, xp), None, 1)
+        value, along = self.both(s, xp)
+        return Pull(value, 2 * along, 1)
 
 
 @dataclass(frozen=True)
@@ -64,14 +144,9 @@ class Gaussian:
         """Beyond this distance it is 0, in float64 too."""
         return 64 * self.h
 
-    def of(self, s: Any, xp: Any) -> Any:
-        """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
-        return xp.exp(s * (-0.5 / self.h / self.h))
-
-    def both(self, s: Any, xp: Any) -> Values:
-        """The values and their derivatives."""
-        value = self.of(s, xp)
-        return Values(value, value * (-0.5 / self.h / self.h))
+    @property
+    def formula(self) -> GaussianFormula:
+        return GaussianFormula(-0.5 / self.h / self.h)
 
 
 @dataclass(frozen=True)
@@ -116,28 +191,10 @@ class ShortRangeGravity:
         """The same for lengths that were multiplied by a unit."""
         return ShortRangeGravity(self.split * unit, self.softening * unit)
 
-    POWER = 3  # of the inverse of length that w has
-
-    def of(self, s: Any, xp: Any) -> Any:
-        """w at s = r^2 > 0, by the functions of numpy, jax.numpy or torch."""
-        pull = self.pull(s, xp, slope=False)
-        return pull.value * pull.inverse
-
-    def both(self, s: Any, xp: Any) -> Values:
-        """w and its derivative by s."""
-        value, along, inverse = self.pull(s, xp, slope=True)
-        return Values(value * inverse, (along - 3 * value) * inverse * inverse * inverse / 2)
-
-    def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
-        """R w and what is beside it in w' = -(3 w + exp(-u^2) / (2 sqrt(pi) split^3)) / (2 R^2)."""
-        s = s + self.softening**2
-        inverse = 1 / xp.sqrt(s)
-        R, root = s * inverse, long_root(s / self.split**2, ROOT)
-        value, along = inverse * inverse - root * root * R * (1 / self.split**3), None
-        if slope:
-            gaussian = xp.exp(s * (-0.25 / self.split**2)) * (0.5 / (math.sqrt(math.pi) * self.split**3))
-            along = -gaussian * R
-        return Pull(value, along, inverse)
+    @property
+    def formula(self) -> GravityFormula:
+        square, cube = self.split**2, self.split**3
+        return GravityFormula(self.softening**2, square, 1 / cube, -0.25 / square, 0.5 / (math.sqrt(math.pi) * cube))
 
 
 class RadialKernel:
@@ -176,7 +233,7 @@ class RadialKernel:
         self.length = 1.0  # the unit of its own that s is in: see `scaled`
         digest(function)  # raises where there is none
         with np.errstate(all="ignore"):
-            values = self.both(np.array([0.25, 1.0]), np)
+            values = self.formula.both(np.array([0.25, 1.0]), np)
         if any(np.shape(x) != (2,) for x in values):
             raise TypeError(
                 f"function must give one number for each r^2; got the shape {np.shape(values.value)} for (2,)"
@@ -201,23 +258,9 @@ class RadialKernel:
         made.length = self.length / unit
         return made
 
-    POWER = 0  # of the inverse of length: values are what the function says
-
-    def of(self, s: Any, xp: Any) -> Any:
-        """The values at s = r^2, by the functions of numpy, jax.numpy or torch."""
-        return result(self.function, s * self.length * self.length, xp, self.numbers, slope=False).value
-
-    def both(self, s: Any, xp: Any) -> Values:
-        """The values and their derivatives."""
-        both = result(self.function, s * self.length * self.length, xp, self.numbers, slope=True)
-        return Values(both.value, both.slope * self.length * self.length)
-
-    def pull(self, s: Any, xp: Any, slope: bool) -> Pull:
-        """w and 2 w'."""
-        if not slope:
-            return Pull(self.of(s, xp), None, 1)
-        value, along = self.both(s, xp)
-        return Pull(value, 2 * along, 1)
+    @property
+    def formula(self) -> OwnFormula:
+        return OwnFormula(self.function, self.numbers, self.length)
 
 
 def known(name: str, value: Any) -> float:

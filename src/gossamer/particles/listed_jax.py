@@ -17,7 +17,7 @@ from gossamer.particles import fused_jax
 from gossamer.particles import groups as group_lists
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Runs
-from gossamer.particles.geometry import Sizes, times
+from gossamer.particles.geometry import Sizes, times_all
 from gossamer.particles.groups import (
     SM,
     SMALLEST,
@@ -92,11 +92,11 @@ def backward(call: Attending, groups: Groups, d: int, **given: Array) -> tuple[A
     if call.scale is None:
         given["q"] = given["k"] = jnp.zeros((N, H, SMALLEST), v.dtype)
     gradients = _run("backward", call, groups, given)
-    if call.bandwidth is None:
+    if call.spread is None:
         dx = jnp.zeros((N, d), jnp.float32)
     else:
         pulls = (gradients[f"pull_{name}"].reshape(H, N, -1)[..., :d].sum(0) for name in ("rows", "columns"))
-        dx = times(sum(pulls), call.pull)
+        dx = times_all(sum(pulls), call.pull)
     dq, dk = (jnp.zeros_like(q) if call.scale is None else gradients[name].reshape(q.shape) for name in ("dq", "dk"))
     return dq, dk, gradients["dv"].reshape(v.shape), dx
 

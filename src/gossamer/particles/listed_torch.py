@@ -24,7 +24,7 @@ from gossamer.particles import fused_torch
 from gossamer.particles import groups as group_lists
 from gossamer.particles.attend import Attending
 from gossamer.particles.cells import Cells
-from gossamer.particles.geometry import Sizes, times
+from gossamer.particles.geometry import Sizes, times_all
 from gossamer.particles.groups import (
     SM,
     SMALLEST,
@@ -118,9 +118,9 @@ def backward(
     *gradients, rows, columns = _run("backward", call, neighbors, q, v, dout, dlse, q, k, v, out, lse)
     dq, dk, dv = (x.squeeze(0).transpose(0, 1) for x in gradients)
     dx = None
-    if to_x and call.bandwidth is not None:
+    if to_x and call.spread is not None:
         _, d = neighbors.cells.x.shape
-        dx = times((rows.sum(0) + columns.sum(0))[:, :d], call.pull)
+        dx = times_all((rows.sum(0) + columns.sum(0))[:, :d], call.pull)
     return (None, None, dv, dx) if call.scale is None else (dq, dk, dv, dx)
 
 

@@ -14,7 +14,7 @@ from gossamer.particles.groups import Groups, room_of
 
 ROOM = 1.25  # lists have room for so many times the neighbours that there are
 LIKELY, FEW = 8, 512  # columns of a group with a given capacity: so many times that, and so many more
-STEP = 8  # capacities are multiples of it
+STEP = 8  # capacities are multiples of it; larger ones of 1/16 to 1/8 of themselves, so that fewer programs serve all
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,13 @@ class Neighbors:
         room = None
         if capacity is None:
             most = edge_of(x).most_neighbors(cells)
-            capacity = max(1, -(-int(most.neighbors * ROOM) // STEP)) * STEP
+            capacity = capacity_of(most.neighbors)
             room = room_of(most.columns * ROOM) if most.columns else None
+            if most.lists is not None:
+                places, sizes = most.lists
+                _, most_of_all = places.shape
+                if capacity <= most_of_all:
+                    return cls(cells, places[:, :capacity], sizes)
         return cls._made(cells, integer("capacity", capacity, minimum=0), room)
 
     @classmethod
@@ -110,3 +115,10 @@ class Neighbors:
     def indices(self) -> Array:
         """(N, M) int32: the neighbours of each particle, -1 where there is none. `gossamer.Indices` takes them."""
         return edge_of(self.cells.x).indices_of(self)
+
+
+def capacity_of(neighbors: int) -> int:
+    """The capacity of lists of at most so many neighbours."""
+    wanted = max(1, int(neighbors * ROOM))
+    step = max(STEP, 2 ** (wanted.bit_length() - 4))
+    return -(-wanted // step) * step

@@ -104,8 +104,9 @@ def _force_call(edge: Any, cells: Cells, mass: Any, law: Any) -> Any:
         raise ValueError(f"mass must be a number or ({cells.num_particles},); got {given.shape}")
     radius = cells.radius if isinstance(law, RadialKernel) else law.radius
     small = cells.within(radius)
-    factors = _factors(small.unit, law.POWER)
-    return edge.ForceCall(small, mass, given, law.scaled(small.unit), radius, radius * small.unit, *factors)
+    law = law.scaled(small.unit)
+    factors = _factors(small.unit, law.formula.power)
+    return edge.ForceCall(small, mass, given, law, radius, radius * small.unit, *factors)
 
 
 def _factors(unit: float, power: int) -> tuple[float, float]:

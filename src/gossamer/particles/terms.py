@@ -17,16 +17,16 @@ FEW = 4  # channels that are summed one by one; more of them are a product of ma
 Term = Callable[[Sequence[Any], Any, Any, Any, Any, Any], Any]
 
 
-def weighted(law: Any) -> Term:
+def weighted(formula: Any) -> Term:
     """sum_j f(r^2) b_j: the values of `radial_sum`."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        return _sums(xp.where(keep, law.of(s, xp), 0), b, xp)
+        return _sums(xp.where(keep, formula.of(s, xp), 0), b, xp)
 
     return term
 
 
-def weighted_slopes(law: Any) -> Term:
+def weighted_slopes(formula: Any) -> Term:
     """The gradients of `weighted` to positions (d), then values (channels).
 
     Rows bring gradients g, then values v, columns the other way round: -sum_j 2 f'(r^2) (g_i . v_j + v_i . g_j)
@@ -34,7 +34,7 @@ def weighted_slopes(law: Any) -> Term:
     """
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
-        value, slope = law.both(s, xp)
+        value, slope = formula.both(s, xp)
         slope = xp.where(keep & apart(s, xp), -2 * slope, 0) * _inner(a, b, xp)  # which may be infinite at 0
         positions = xp.stack([(slope * step).sum(-1) for step in steps], -1)
         *_, both = b.shape
@@ -43,19 +43,19 @@ def weighted_slopes(law: Any) -> Term:
     return term
 
 
-def force(law: Any) -> Term:
+def force(formula: Any) -> Term:
     """sum_j b_j w(r^2) (x_j - x_i), b being masses: `radial_force`."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
         two = keep & apart(s, xp)
-        pull = law.pull(xp.where(two, s, 1), xp, slope=False)
+        pull = formula.pull(xp.where(two, s, 1), xp, slope=False)
         w = xp.where(two, pull.value, 0) * b[:, None, :, 0]
         return xp.stack([(w * (step * pull.inverse)).sum(-1) for step in steps], -1)
 
     return term
 
 
-def force_slopes(law: Any) -> Term:
+def force_slopes(formula: Any) -> Term:
     """The gradients of `force` to positions (d), then masses (1); a and b are gradients of the force (d) and masses.
 
     Of the position of i, with u = m_i g_j - m_j g_i and d = x_j - x_i: sum_j w u + 2 w' (d . u) d, since i is both a
@@ -64,7 +64,7 @@ def force_slopes(law: Any) -> Term:
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
         two = keep & apart(s, xp)
-        w, along, inverse = law.pull(xp.where(two, s, 1), xp, slope=True)
+        w, along, inverse = formula.pull(xp.where(two, s, 1), xp, slope=True)
         w, along = xp.where(two, w, 0), xp.where(two, along, 0)
         d = len(steps)
         steps = [step * inverse for step in steps]
@@ -72,8 +72,8 @@ def force_slopes(law: Any) -> Term:
         turned = [mine * b[:, None, :, n] - theirs * a[:, :, None, n] for n in range(d)]
         dot = sum(step * u for step, u in zip(steps, turned, strict=True))
         along = along * dot
-        if law.POWER:  # a difference of numbers, not of products with w, which may be infinite
-            turned = [u - law.POWER * dot * step for step, u in zip(steps, turned, strict=True)]
+        if formula.power:  # a difference of numbers, not of products with w, which may be infinite
+            turned = [u - formula.power * dot * step for step, u in zip(steps, turned, strict=True)]
         positions = [(w * u + along * step).sum(-1) for step, u in zip(steps, turned, strict=True)]
         mass = -(w * sum(step * b[:, None, :, n] for n, step in enumerate(steps))).sum(-1)
         return xp.stack([*positions, mass], -1)
@@ -81,7 +81,7 @@ def force_slopes(law: Any) -> Term:
     return term
 
 
-def counted(law: Any) -> Term:
+def counted(formula: Any) -> Term:
     """The number of particles within the radius, each itself included."""
 
     def term(steps: Sequence[Any], s: Any, keep: Any, a: Any, b: Any, xp: Any) -> Any:
