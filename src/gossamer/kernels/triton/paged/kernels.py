@@ -280,7 +280,7 @@ def merge_pages_kernel(results: PagedResults, strides: PagedStrides, numbers: Pa
     h64 = i_h.to(tl.int64)
     of_all = tl.cast(numbers.T, tl.int64) * numbers.G * numbers.parts * numbers.heads
     base = (t64 * numbers.G + g64) * numbers.parts * numbers.heads + h64
-    o_e = tl.arange(0, FORM.BLOCK_E)
+    o_one = tl.arange(0, 1)
     b_acc = tl.zeros([FORM.BLOCK_E], tl.float32)
     b_l = tl.zeros([1], tl.float32)
     b_m = tl.full([1], FLOOR, tl.float32)
@@ -299,7 +299,6 @@ def merge_pages_kernel(results: PagedResults, strides: PagedStrides, numbers: Pa
         b_m = b_new
     b_one, b_lse = finish_rows(b_l, b_m)
     o_lse = t64 * strides.at_lse.b + g64 * strides.at_lse.h + h64 * strides.at_lse.n
-    tl.store(results.lse + o_lse + tl.arange(0, 1), b_lse)
+    tl.store(results.lse + o_lse + o_one, b_lse)
     o_out = t64 * strides.at_out.b + g64 * strides.at_out.h + h64 * strides.at_out.n
-    b_out = (b_acc / b_one).to(results.out.dtype.element_ty)
-    tl.store(results.out + o_out + o_e, b_out, mask=o_e < FORM.E)
+    store_at(results.out, (b_acc / b_one)[None, :], o_out + o_one, o_one < 1, FORM.E, FORM.BLOCK_E)
