@@ -26,7 +26,6 @@ from gossamer.torch.arguments import (
     arguments_of,
     cast_type,
     coerced,
-    describe,
     is_bshd,
     validate,
 )

@@ -75,7 +75,8 @@ class PagedForm(NamedTuple):
     BLOCK_D: int
     BLOCK_E: int
     R: int  # rows of a program
-    C: int  # keys read in one step
+    W: int  # slices of the keys, one of each warp, which wait for one another at the end alone
+    C: int  # keys of a slice that are read in one step
     PAGE: int  # slots
     HAS_PARTS: bool
     HAS_OTHER: bool  # whether the rule is a union of two
@@ -100,13 +101,13 @@ class MergeForm(NamedTuple):
 def tokens_of(edges, i, numbers):
     """[first, last) of the tokens of a sequence; of the number behind the last one those before all, or behind all."""
     n, step = numbers.sequences, numbers.edge_step
+    last = narrowed(tl.load(edges + tl.minimum(i + 1, n).to(tl.int64) * step), 0, numbers.T)
     first = i * 0
-    last = i * 0
-    for i0 in range(0, i + 2, EDGES):
+    for i0 in range(0, i + 1, EDGES):
         o_i = i0 + tl.arange(0, EDGES)
-        b_edge = narrowed(tl.load(edges + o_i.to(tl.int64) * step, mask=o_i <= n, other=0), 0, numbers.T)
-        first = tl.maximum(first, tl.max(tl.where(o_i <= i, b_edge, 0), 0))
-        last = tl.maximum(last, tl.max(tl.where(o_i <= i + 1, b_edge, 0), 0))
+        b_edge = tl.load(edges + o_i.to(tl.int64) * step, mask=o_i <= tl.minimum(i, n), other=0)
+        first = tl.maximum(first, tl.max(narrowed(b_edge, 0, numbers.T), 0))
+    last = tl.maximum(first, last)
     if i == n:
         last = i * 0 + numbers.T
     elif i > n:
@@ -125,7 +126,7 @@ def interval(i, keys, numbers, reach, HAS_BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of(x, lo, behind, gap, TWO: tl.constexpr):
-    """The key that is number x of those that are read: of two runs the second begins `gap` keys later."""
+    """The key that is number x of two runs, of which the second begins `gap` keys behind the first."""
     j = x + lo
     if TWO:
         j += tl.where(x >= behind, gap, 0)
@@ -138,6 +139,14 @@ def load_at(base, o_row, m_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     o_d = tl.arange(0, BLOCK_SIZE)
     mask = m_row[:, None] if SIZE == BLOCK_SIZE else m_row[:, None] & (o_d < SIZE)[None, :]
     return tl.load(base + (o_row[:, None] + o_d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_slices(base, o_row, m_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows that begin at offsets [W, C] as [W, C, BLOCK_SIZE]; zero where masked."""
+    o_d = tl.arange(0, BLOCK_SIZE)[None, None, :]
+    mask = m_row[:, :, None] if SIZE == BLOCK_SIZE else m_row[:, :, None] & (o_d < SIZE)
+    return tl.load(base + (o_row[:, :, None] + o_d), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -169,17 +178,23 @@ def paged_kernel(
     """
     R: tl.constexpr = FORM.R
     C: tl.constexpr = FORM.C
+    W: tl.constexpr = FORM.W
     PAGE: tl.constexpr = FORM.PAGE
     TWO: tl.constexpr = FORM.HAS_OTHER
+    # Keys of a unit are in one page: [W, 1] units of [W, C] keys, or keys one by one.
+    UNIT: tl.constexpr = C if PAGE % C == 0 else 1
+    o_u = tl.arange(0, W)[:, None] * C + tl.arange(0, C // UNIT)[None, :]
+    o_in = tl.arange(0, W)[:, None] * 0 + tl.arange(0, UNIT)[None, :]
+    o_in64 = o_in.to(tl.int64)
     pid = tl.program_id(0)
     i_g = pid % numbers.G
     i_part = pid // numbers.G % numbers.parts
     i_seq = pid // numbers.G // numbers.parts
     g64 = i_g.to(tl.int64)
     heads = numbers.heads
-    first, last = tokens_of(told.edges, i_seq, numbers)
     inside = tl.minimum(i_seq, numbers.sequences - 1).to(tl.int64)
     keys = narrowed(tl.load(told.used + inside * numbers.used_step), 0, numbers.slots)
+    first, last = tokens_of(told.edges, i_seq, numbers)
     keys = tl.where(i_seq < numbers.sequences, keys, 0)
     table = told.table + inside * numbers.table_row
     k += g64 * strides.at_k.h
@@ -199,62 +214,73 @@ def paged_kernel(
         b_lo, b_hi = interval(b_i, keys, numbers, reach, FORM.HAS_BLOCK)
         lo, _ = interval(i_first, keys, numbers, reach, FORM.HAS_BLOCK)
         _, hi = interval(i_last, keys, numbers, reach, FORM.HAS_BLOCK)
-        behind = hi - lo
-        gap = behind * 0
-        number = behind
         b_lo2 = b_lo
         b_hi2 = b_hi
+        lo2 = hi
+        hi2 = hi
         if TWO:
             b_lo2, b_hi2 = interval(b_i, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
             lo2, _ = interval(i_first, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
             _, hi2 = interval(i_last, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
-            # The run that begins first, and what is left of the other one behind it.
-            before = lo2 < lo
-            begin2 = tl.where(before, lo, lo2)
-            end2 = tl.where(before, hi, hi2)
-            end = tl.where(before, hi2, hi)
-            lo = tl.minimum(lo, lo2)
-            end = tl.maximum(end, lo)
-            begin2 = tl.maximum(begin2, end)
-            behind = end - lo
-            gap = begin2 - end
-            number = behind + tl.maximum(end2 - begin2, 0)
-        chunk = tl.maximum((tl.cdiv(number, numbers.of_most) + C - 1) // C * C, numbers.least)
+            swap = lo2 < lo
+            lo, lo2 = tl.where(swap, lo2, lo), tl.where(swap, lo, lo2)
+            hi, hi2 = tl.where(swap, hi2, hi), tl.where(swap, hi, hi2)
+        # Two runs of units of keys: those of the interval that begins first, and what of the other is behind them.
+        begin = lo // UNIT * UNIT
+        behind = tl.where(hi > lo, tl.cdiv(hi - begin, UNIT) * UNIT, 0)
+        begin2 = tl.maximum(lo2 // UNIT * UNIT, begin + behind)
+        gap = begin2 - begin - behind
+        number = behind + tl.where(hi2 > lo2, tl.maximum(hi2 - begin2, 0), 0)
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(number, numbers.of_most), W * C) * (W * C), numbers.least)
         start = tl.minimum(i_part * chunk, number)
         stop = tl.minimum(start + chunk, number)
 
-        b_q = load_at(q, t64 * strides.at_q.b + g64 * strides.at_q.h + h64 * strides.at_q.n, m_r, FORM.D, FORM.BLOCK_D)
-        b_acc = tl.zeros([R, FORM.BLOCK_E], tl.float32)
-        b_l, b_m = start_rows(sinks, i_g * heads + o_h, i_part == 0, R, FORM.SINK)
+        o_q = t64 * strides.at_q.b + g64 * strides.at_q.h + h64 * strides.at_q.n
+        b_q = load_at(q, o_q, m_r, FORM.D, FORM.BLOCK_D)
+        b_q = tl.broadcast_to(b_q[None, :, :], [W, R, FORM.BLOCK_D])
+        b_acc = tl.zeros([W, R, FORM.BLOCK_E], tl.float32)
+        b_l = tl.zeros([W, R], tl.float32)
+        b_m = tl.full([W, R], FLOOR, tl.float32)
         # The number of a page is read a step before its keys.
-        o_x = start + tl.arange(0, C)
-        b_j = place_of(o_x, lo, behind, gap, TWO)
+        o_x = start + o_u
+        b_j = place_of(o_x, begin, behind, gap, TWO)
         b_page = tl.load(table + (b_j // PAGE).to(tl.int64) * numbers.table_step, mask=o_x < stop, other=-1)
-        for x in range(start, stop, C):
+        for x in range(start, stop, W * C):
+            b_at = b_j + o_in
+            m_c = (b_page >= 0) & (b_page < numbers.pages) & (b_at >= lo) & (b_at < hi)
+            if TWO:
+                m_c = m_c | ((b_page >= 0) & (b_page < numbers.pages) & (b_at >= lo2) & (b_at < hi2))
             page64 = b_page.to(tl.int64)
-            m_c = (x + tl.arange(0, C) < stop) & (page64 >= 0) & (page64 < numbers.pages)
             slot64 = (b_j % PAGE).to(tl.int64)
-            b_at = b_j
-            o_x = x + C + tl.arange(0, C)
-            b_j = place_of(o_x, lo, behind, gap, TWO)
+            o_k = page64 * strides.at_k.b + slot64 * strides.at_k.n + o_in64 * strides.at_k.n
+            o_v = page64 * strides.at_v.b + slot64 * strides.at_v.n + o_in64 * strides.at_v.n
+            o_x = x + W * C + o_u
+            b_j = place_of(o_x, begin, behind, gap, TWO)
             b_page = tl.load(table + (b_j // PAGE).to(tl.int64) * numbers.table_step, mask=o_x < stop, other=-1)
-            b_k = load_at(k, page64 * strides.at_k.b + slot64 * strides.at_k.n, m_c, FORM.D, FORM.BLOCK_D)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FORM.PRECISION)
+            b_at = b_at[:, None, :]
+            b_k = load_slices(k, o_k, m_c, FORM.D, FORM.BLOCK_D)
+            b_s = tl.dot(b_q, tl.permute(b_k, (0, 2, 1)), input_precision=FORM.PRECISION)
             if not FORM.FOLD:
                 b_s, _ = score(b_s, numbers.scale, numbers.cap, 0.0, 0, FORM.SOFTCAP, 0)
-            m_keep = (b_at[None, :] >= b_lo[:, None]) & (b_at[None, :] < b_hi[:, None])
+            m_keep = (b_at >= b_lo[None, :, None]) & (b_at < b_hi[None, :, None])
             if FORM.HAS_STEPS:
-                m_keep = m_keep & ((b_i[:, None] - b_at[None, :]) % steps[0] == 0)
+                m_keep = m_keep & ((b_i[None, :, None] - b_at) % steps[0] == 0)
             if TWO:
-                m_more = (b_at[None, :] >= b_lo2[:, None]) & (b_at[None, :] < b_hi2[:, None])
+                m_more = (b_at >= b_lo2[None, :, None]) & (b_at < b_hi2[None, :, None])
                 if FORM.HAS_STEPS:
-                    m_more = m_more & ((b_i[:, None] - b_at[None, :]) % steps[1] == 0)
+                    m_more = m_more & ((b_i[None, :, None] - b_at) % steps[1] == 0)
                 m_keep = m_keep | m_more
-            b_s = tl.where(m_keep & m_c[None, :], b_s, float("-inf"))
+            b_s = tl.where(m_keep & m_c[:, None, :], b_s, float("-inf"))
             b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m, numbers.scale, FORM.FOLD)
-            b_v = load_at(v, page64 * strides.at_v.b + slot64 * strides.at_v.n, m_c, FORM.E, FORM.BLOCK_E)
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=FORM.PRECISION)
+            b_v = load_slices(v, o_v, m_c, FORM.E, FORM.BLOCK_E)
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, :, None], input_precision=FORM.PRECISION)
 
+        b_one, b_most = start_rows(sinks, i_g * heads + o_h, i_part == 0, R, FORM.SINK)
+        b_new = tl.maximum(b_most, tl.max(b_m, 0))
+        b_weight = tl.exp2(b_m - b_new[None, :])
+        b_l = b_one * tl.exp2(b_most - b_new) + tl.sum(b_l * b_weight, 0)
+        b_acc = tl.sum(b_acc * b_weight[:, :, None], 0)
+        b_m = b_new
         if FORM.HAS_PARTS:
             slot = ((t64 * numbers.G + i_g) * numbers.parts + i_part) * heads + o_h
             of_all = tl.cast(numbers.T, tl.int64) * numbers.G * numbers.parts * heads
