@@ -22,11 +22,12 @@ from gossamer.plan.problem import Problem
 
 LEAST_ROWS, MOST_ROWS = 16, 32  # of a program: the fewest that a product has, and the most
 WIDEST_ROWS = 128  # heads up to which there may be more than the fewest rows
-STEP_BYTES = 2**14  # of keys that all slices read at a time,
+STEP_BYTES = 2**15  # of keys and values that all slices read at a time,
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32  # and how many these are of a slice
 BLOCKS = 2  # of a multiprocessor at the same time: as many as there are do all the work, where sequences are alike
 MOST_KEYS = 8192  # of a part, where that leaves no more parts than
 MOST_PARTS = 128
+FEW_EDGES, MANY_EDGES = 32, 128  # that are looked at at a time: by each warp, and by all
 MERGED = 16  # parts that are merged at a time: of every call, so that sums do not depend on how many there may be
 INVARIANT_KEYS, INVARIANT_PARTS = 1024, 64  # how a sequence is cut, whatever the others are
 WARPS = 4
@@ -72,9 +73,10 @@ def forward(
     size = max(padded(p.D), padded(p.E))
     tokens = 1 if call.invariant else -(-p.Q // sequences)
     rows = power(heads * tokens, LEAST_ROWS, MOST_ROWS if size <= WIDEST_ROWS else LEAST_ROWS)
-    slices = WARPS if size * BYTES[p.dtype] * LEAST_COLUMNS * WARPS <= MOST_BYTES else WARPS // 2
-    columns = min(max(STEP_BYTES // (size * BYTES[p.dtype] * slices), LEAST_COLUMNS), MOST_COLUMNS)
-    stages = min(STAGES, 1 + MOST_BYTES // (slices * columns * 2 * size * BYTES[p.dtype]))
+    of_key = 2 * size * BYTES[p.dtype]  # and of its value
+    slices = WARPS if 2 * WARPS * LEAST_COLUMNS * of_key <= MOST_BYTES else WARPS // 2
+    columns = power(STEP_BYTES // (slices * of_key), LEAST_COLUMNS, MOST_COLUMNS)
+    stages = min(STAGES, 1 + MOST_BYTES // (slices * columns * of_key))
     if cut is None:
         cut = cut_of(call, slices * columns, sequences * p.G, BLOCKS * p.processors)
     scale, cap = scales(scoring)
@@ -95,7 +97,7 @@ def forward(
         "pages": pages, "slots": p.K, "edge_step": edge_step, "used_step": used_step, "table_row": table_row,
         "table_step": table_step, "parts": cut.parts, "of_most": cut.of_most, "least": cut.least, "scale": scale,
         "cap": cap, "reach": reach, "other": other, "steps": call.steps, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
-        "BLOCK_E": padded(p.E), "R": rows, "W": slices, "C": columns, "PAGE": call.page_size, "HAS_PARTS": split,
+        "BLOCK_E": padded(p.E), "R": rows, "W": slices, "C": columns, "PAGE": call.page_size, "EDGES": FEW_EDGES if sequences <= 2 * FEW_EDGES else MANY_EDGES, "HAS_PARTS": split,
         "HAS_OTHER": len(call.reaches) > 1, "HAS_STEPS": max(call.steps) > 1, "HAS_BLOCK": reach.block > 0,
         "OTHER_HAS_BLOCK": other.block > 0, "FOLD": scoring.scale > 0 and scoring.softcap is None,
         "SOFTCAP": scoring.softcap is not None, "SINK": "sink_logits" in b, "PARTS": MERGED,
@@ -106,7 +108,9 @@ def forward(
         head, slot = at if call.phsd else at[::-1]
         values[f"at_{name}"] = Strides(page, head, slot)
     options = {"num_warps": slices, "num_stages": stages}
-    step(b, paged_kernel, ((sequences + 2) * cut.parts * p.G,), values, options, PagedForm)
+    # Each sequence may end within a tile, and so may the tokens of none, before them and behind them.
+    tiles = min(p.Q * heads // rows + sequences + 2, p.Q * -(-heads // rows))
+    step(b, paged_kernel, (tiles * cut.parts * p.G,), values, options, PagedForm)
     if split:
         step(b, merge_pages_kernel, (p.Q * p.H,), values, {"num_warps": 4}, MergeForm)
     return b.done("out", "lse")
