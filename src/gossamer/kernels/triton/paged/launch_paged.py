@@ -83,7 +83,7 @@ def forward(
     (reach, *_), (*_, other) = call.reaches, call.reaches
     (edge_step,), (used_step,) = b["cu_seq_q"].strides, b["seqused_k"].strides
     table_row, table_step = b["block_table"].strides
-    split = cut.parts > 1
+    split, edges = cut.parts > 1, FEW_EDGES if sequences <= 2 * FEW_EDGES else MANY_EDGES
     part_acc = part_ml = lse
     if split:
         part_acc = b.array("part_acc", "float32", (p.Q, p.G, cut.parts, heads, p.E))
@@ -97,7 +97,8 @@ def forward(
         "pages": pages, "slots": p.K, "edge_step": edge_step, "used_step": used_step, "table_row": table_row,
         "table_step": table_step, "parts": cut.parts, "of_most": cut.of_most, "least": cut.least, "scale": scale,
         "cap": cap, "reach": reach, "other": other, "steps": call.steps, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
-        "BLOCK_E": padded(p.E), "R": rows, "W": slices, "C": columns, "PAGE": call.page_size, "EDGES": FEW_EDGES if sequences <= 2 * FEW_EDGES else MANY_EDGES, "HAS_PARTS": split,
+        "BLOCK_E": padded(p.E), "R": rows, "W": slices, "C": columns, "PAGE": call.page_size, "EDGES": edges,
+        "HAS_PARTS": split,
         "HAS_OTHER": len(call.reaches) > 1, "HAS_STEPS": max(call.steps) > 1, "HAS_BLOCK": reach.block > 0,
         "OTHER_HAS_BLOCK": other.block > 0, "FOLD": scoring.scale > 0 and scoring.softcap is None,
         "SOFTCAP": scoring.softcap is not None, "SINK": "sink_logits" in b, "PARTS": MERGED,
