@@ -16,7 +16,7 @@ from soak_structure import Call, Profile, integers, made
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.torch import paged
+from gossamer.torch import paged, paged_kernel
 
 PROFILE = Profile(
     ("varlen", "shared"), (1, 2, 17, 64, 65, 128, 200, 330), 60_000,
@@ -136,11 +136,17 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
     elif c.mistake is not None:
         pattern = gs.Longformer(4, (1,))
     used, cu = integers(r, lengths, c.device), integers(r, of_q, c.device)
-    text = f"{cache._replace(table=None, slot=[])}, {spec}, {form}, in place: {in_place}"  # type: ignore[arg-type]
+    by_table = r.random() < 0.7  # where a kernel reads the table, on a GPU
+    able = c.dtype != torch.float64 and max(D, E) <= 256 and spec[0] not in ("And", "Or") and c.mistake is None
+    invariant = by_table and able and c.device == "cuda" and r.random() < 0.3
+    text = f"{cache._replace(table=None, slot=[])}, {spec}, {form}, in place: {in_place}, by table: {by_table}"  # type: ignore[arg-type]
+    text += f", invariant: {invariant}"
     outcome = outcome._replace(description=f"{c.description()}\n    {text}")
     shared: Any = None
     kept, page_layout = counts[None, None].expand(1, H, Q, K).long(), "phsd" if form == "phsd" else "pshd"
-    before = set(paged.IN_PLACE)
+    before, few, more = set(paged.IN_PLACE), paged_kernel.FEW, paged_kernel.MORE
+    if not by_table:
+        paged_kernel.FEW = paged_kernel.MORE = 0
     if in_place:
         paged.IN_PLACE.add("cpu")
     else:
@@ -156,11 +162,12 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
                 if c.kind == "varlen":
                     out, lse = gs.varlen(
                         q, k, v, cu, pattern=pattern, seqused_k=used, block_table=table, page_layout=page_layout,
-                        **options,
+                        batch_invariant=invariant, **options,
                     )  # fmt: skip
                 else:
                     if shared is None:
-                        pages = gs.Pages(table, used, cache.size, page_layout=page_layout)  # type: ignore[arg-type]
+                        told: Any = {"page_layout": page_layout, "batch_invariant": invariant}
+                        pages = gs.Pages(table, used, cache.size, **told)
                         sequences = gs.PackedSequences(cu, pages=pages, pattern=pattern)
                         shared = gs.device_layout(q, k, v, sequences, softcap=c.softcap, layout="bshd")
                     out, lse = gs.attention(q, k, v, shared, layout="bshd", **options)
@@ -176,4 +183,5 @@ def _run(c: Call, outcome: Outcome) -> Outcome:
     finally:
         paged.IN_PLACE.clear()
         paged.IN_PLACE.update(before)
+        paged_kernel.FEW, paged_kernel.MORE = few, more
     return outcome

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import gossamer as gs
+from gossamer.memo import forget_all
 from gossamer.torch import paged
 from gossamer.torch.arguments import AttentionOptions
+from gossamer.torch.structure import pages, sequences
 from gossamer.torch.structure.base import Sizes
 from tests.support.definition import dense
 from tests.support.modes import NothingIsRead
@@ -277,6 +279,35 @@ def test_nothing_is_read_on_the_host(where: str, request: pytest.FixtureRequest)
         with NothingIsRead():
             shared = gs.device_layout(case.q, case.k, case.v, sequences, layout="bshd")
         check(case, gs.attention(case.q, case.k, case.v, shared, layout="bshd", return_lse=True))
+
+
+@pytest.mark.parametrize("where", ["copied", "in place"])
+@pytest.mark.parametrize("name", ["causal", "sinks", "strided", "local"])
+def test_layouts_are_made_again_as_they_were_recorded(
+    name: str, where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where no number is read: calls of other numbers, and of the same shapes, make the same steps."""
+    if where == "in place":
+        request.getfixturevalue("in_place")
+    for module in (pages, sequences, paged):
+        monkeypatch.setattr(module, "is_read", lambda *_: False)
+    forget_all()
+    lengths = [(1, 200), (30, 100), (0, 7), (2, 64)]
+    cases = [drawn(random.Random(0), name, page=64, lengths=lengths) for _ in range(2)]
+    first, same = cases
+    order = torch.randperm(len(same.k), generator=torch.Generator().manual_seed(0))
+    to, inside = order.argsort(), (same.table >= 0) & (same.table < len(order))
+    table = torch.where(inside, to[same.table.clamp(0, len(to) - 1)], same.table)
+    other = same._replace(k=same.k[order], v=same.v[order], table=table)
+    check(first, run(first, RULES[name][0]))
+    monkeypatch.setattr(paged, "_made", None)  # no layout is made but by what was recorded
+    check(other, run(other, RULES[name][0]))
+    k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (other.k, other.v))  # shorter sequences see other keys
+    used, table = [n - (n > 60) for n in other.used], other.table.clamp(0, len(k) - 1)
+    shorter = other._replace(used=used, table=table, k=k, v=v)
+    found = run(shorter, RULES[name][0])
+    monkeypatch.undo()
+    torch.testing.assert_close(found, run(shorter, RULES[name][0]), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("devices", [{"cuda"}, {"cpu"}], ids=["copied", "in place"])

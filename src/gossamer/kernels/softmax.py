@@ -46,18 +46,19 @@ def start_rows(sinks, i_h, adds_sink, R: tl.constexpr, SINK: tl.constexpr):
 
 @triton.jit
 def add_scores(b_s, b_l, b_m, scale=1.0, FOLD: tl.constexpr = False):
-    """Weights of the scores [R, C], the factor of what was summed before, and the new (b_l, b_m).
+    """Weights of the scores [R, C], or of slices [W, R, C], what was summed before times what, and the new (b_l, b_m).
 
     FOLD: they are products, and one multiply-add makes the exponent; the maximum commutes with a positive scale alone.
     """
+    LAST: tl.constexpr = len(b_s.shape) - 1
     if FOLD:
-        b_new = tl.maximum(b_m, tl.max(b_s, 1) * scale)
-        b_p = tl.exp2(b_s * scale - b_new[:, None])
+        b_new = tl.maximum(b_m, tl.max(b_s, LAST) * scale)
+        b_p = tl.exp2(b_s * scale - tl.expand_dims(b_new, LAST))
     else:
-        b_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
+        b_new = tl.maximum(b_m, tl.max(b_s, LAST))
+        b_p = tl.exp2(b_s - tl.expand_dims(b_new, LAST))
     b_shrink = tl.exp2(b_m - b_new)
-    return b_p, b_shrink, b_l * b_shrink + tl.sum(b_p, 1), b_new
+    return b_p, b_shrink, b_l * b_shrink + tl.sum(b_p, LAST), b_new
 
 
 @triton.jit

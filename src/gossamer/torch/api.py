@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.kernels.launch import Vectors
 from gossamer.layouts import BlockLayout
 from gossamer.patterns import Pattern
-from gossamer.patterns.handles import pattern_of
+from gossamer.patterns.handles import pattern_of, token_of
 from gossamer.patterns.reordered import ReorderedCSR
 from gossamer.torch.arguments import (
     BHND,
@@ -228,7 +228,7 @@ def attention(
 
 def over_pages(
     q: Tensor, k: Tensor, v: Tensor, pattern: Any, options: AttentionOptions, joining: Any = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, key: Key | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of a call over pages.
 
@@ -236,9 +236,11 @@ def over_pages(
         pattern: `PackedSequences` with pages, or what `device_layout` made of them.
         joining: `merge` of `attention`.
         out: is written, where it is given.
+        key: of `varlen`, under which the call was not found.
     """
     if joining is None and isinstance(pattern, PackedSequences):
-        found = by_table(q, k, v, pattern, options, out)
+        alive = token_of(pattern.pattern.handle) if key is not None and pattern.pattern is not None else None
+        found = by_table(q, k, v, pattern, options, out, key, alive)
         if found is not None:
             return found
     paged = paged_call(q, k, v, pattern, options, joining)

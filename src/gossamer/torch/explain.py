@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,8 @@ from gossamer.torch.calls import read_q_offset, results_in_bshd
 from gossamer.torch.decoding import for_one_query, seen_by_one_query
 from gossamer.torch.mask_layouts import unpack
 from gossamer.torch.paged import PagedCall, PagedLayout, paged_call
+from gossamer.torch.paged_arguments import checked
+from gossamer.torch.paged_kernel import is_by_table
 from gossamer.torch.parts import TorchEdge
 from gossamer.torch.planning import (
     check_distances,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 SHOWN = 6  # estimates
+BY_TABLE = "a kernel reads the table of pages, and computes what each token sees"
 NOTHING = "nothing"  # what computes a call of tensors without elements
 BACKWARD = 2.5  # floating-point operations of the backward, over those of the forward
 
@@ -333,6 +337,10 @@ def explain(
         deterministic, layout,
     )  # fmt: skip
     if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
+        if isinstance(pattern, PackedSequences):
+            checked(q, k, v, pattern.pages, options)
+            if is_by_table(q, k, v, pattern, options):
+                return _of_table(q, k, v, pattern, options)
         return _of_pages(paged_call(q, k, v, pattern, options), options)
     if isinstance(q_offset, Tensor) or key_starts is not None:
         bshd = is_bshd(layout)
@@ -429,6 +437,21 @@ def _of_pages(paged: PagedCall, options: AttentionOptions) -> Explanation:
     most = max(found, key=lambda x: x.executed_flops)
     calls = [f"{x.implementation} over {x.problem.K:,} keys, {x.executed_flops / 1e9:,.3f} GFLOP" for x in found]
     return replace(most, structure=paged.layout.source, parts=tuple(calls) if len(calls) > 1 else ())
+
+
+def _of_table(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, options: AttentionOptions
+) -> Explanation:  # fmt: skip
+    """What a call over pages does whose kernel reads the table, by what it would do over structure."""
+    over, pages = copy(packed), copy(packed.pages)
+    assert pages is not None
+    pages.batch_invariant, over.pages = False, pages  # which the kernel alone is
+    made = _of_pages(paged_call(q, k, v, over, options._replace(implementation="triton")), options)
+    no = ["reads no table of pages"]
+    return replace(
+        made, implementation="triton", structure=f"{packed!r}: {BY_TABLE}", layout_bytes=0, parts=(), faster=(),
+        reasons={name: refusals(name, made.problem) or no for name in NAMES if name != "triton"},
+    )  # fmt: skip
 
 
 def _of_seen_keys(structured: Explanation, copies: dict[str, str]) -> Explanation:

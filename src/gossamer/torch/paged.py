@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from gossamer.layouts.device.walks import MOST_POSITIONS
+from gossamer.layouts.walk import ARRAYS_PER_WALK
 from gossamer.plan.plan import plan_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.arguments import (
@@ -26,19 +29,23 @@ from gossamer.torch.arguments import (
     arguments_of,
     cast_type,
     coerced,
-    describe,
     is_bshd,
     validate,
 )
+from gossamer.torch.calls import known as known_calls
+from gossamer.torch.given_layouts import arrays_of, geometry_of, layout_from
+from gossamer.torch.key import SIMPLE, Key, alignment, facts, places, plain
+from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.merge import combined
 from gossamer.torch.paged_arguments import Paged, checked, refuse, tensors_over_pages
 from gossamer.torch.paged_kernel import is_by_table
 from gossamer.torch.planning import problem_of
+from gossamer.torch.recording import Again, record
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.structure.base import is_read, narrow, sorted_edges
 from gossamer.torch.structure.inputs import Tile
 from gossamer.torch.structure.make import tile_of
-from gossamer.torch.structure.page_tiles import Layouts, Part, Sequences, Table, query_tiles, rows_of_pool
+from gossamer.torch.structure.page_tiles import Copied, Layouts, Part, Sequences, Table, query_tiles, rows_of_pool
 from gossamer.torch.structure.pages import Pages
 from gossamer.torch.structure.sequences import PackedSequences
 
@@ -137,25 +144,93 @@ def device_layout_of_pages(
     return paged_layout(given, packed, options._replace(sink_logits=None, layout="bhnd"))
 
 
+class Repeated(NamedTuple):
+    """What follows from the shapes of a layout, and what makes the rest of its tensors."""
+
+    again: Again
+    between: int | None
+    parts: tuple[tuple[tuple[int, ...], bool], ...]  # of each the geometry of its layout, and whether pages are copied
+
+    def layout(self, pages: Pages, facts: tuple[Any, ...], told: Sequence[Tensor], source: str) -> PagedLayout:
+        """The layout of what is told now."""
+        if pages.block_table.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(self)
+        token, head, place, *arrays = self.again(*told)
+        parts = []
+        for geometry, copied in self.parts:
+            of_layout, arrays = arrays[:ARRAYS_PER_WALK], arrays[ARRAYS_PER_WALK:]
+            of_copies, arrays = (Copied(*arrays[:2]), arrays[2:]) if copied else (None, arrays)
+            made: Any = layout_from(of_layout, geometry)
+            parts.append(Part(made, of_copies))
+        return PagedLayout(pages, facts, self.between, token, head, place, tuple(parts), source)
+
+
 def paged_layout(given: Paged, packed: PackedSequences, options: AttentionOptions) -> PagedLayout:
-    """The layout of sequences in pages. Nothing is read on the host but where numbers are checked, as on a CPU."""
-    T, H, G, P, size = given.facts
+    """The layout of sequences in pages. Nothing is read on the host but where numbers are checked, as on a CPU.
+
+    What is not read is made by operations that the first call of a key recorded.
+    """
+    T, H, G, P, _ = given.facts
     device, (cu_seq_q, pages) = given.q.device, packed.over_pages(given.q.device, T)
-    for name, x in (("cu_seq_q", cu_seq_q), ("block_table", pages.block_table), ("seqused_k", pages.seqused_k)):
-        if x.device != device:
-            raise ValueError(f"{name} must be on q's device, {device}; got {describe(x)}")
-    table, ratio, (R, n) = pages.block_table, H // G, pages.block_table.shape
-    tile, between = _plan(given, -(-T // max(1, R)) * ratio, options)
+    told, (R, n) = (cu_seq_q, *pages.tensors), pages.block_table.shape
+    read = pages.read()
+    key = None if read or 0 in (T, R, n, P) else _key(given, packed, told, options)
+    found: Repeated | None = None if key is None else known_calls.get(key)
+    if found is not None:
+        how = COPIES if found.between is None else TILES
+        return found.layout(pages, given.facts, told, f"{packed!r}: {how}")
+    tile, between = _plan(given, -(-T // max(1, R)) * (H // G), options)
     if pages.batch_invariant and 0 not in (T, R, n, P):
         raise Unsupported(
             "batch_invariant must be False but where one kernel computes the call: on a GPU, in 16 bits or float32, of "
             "heads up to 256, by a rule of one or two intervals, without check, outside of compiled functions"
         )
     if 0 in (T, R, n, P):
-        if pages.read():
-            pages.check_numbers(torch.zeros_like(table, dtype=torch.bool), P)
+        if read:
+            pages.check_numbers(torch.zeros_like(pages.block_table, dtype=torch.bool), P)
         nothing = torch.zeros(0, dtype=torch.int32, device=device)
         return PagedLayout(pages, given.facts, None, nothing, nothing, nothing, (), repr(packed))
+    source = f"{packed!r}: {COPIES if between is None else TILES}"
+    make = partial(_made, given, packed, pages, cu_seq_q, tile, between, source)
+    if key is None:
+        return make()
+    made: list[PagedLayout] = []
+
+    def arrays() -> list[Any]:
+        layout = make()
+        made.append(layout)
+        of_parts = (x for part in layout.parts for x in (*arrays_of(part.layout), *(part.copied or ())))
+        return [layout.token, layout.head, layout.place, *of_parts]
+
+    again, (layout,) = record(arrays, told, device).again, made
+    if again is not None:
+        parts = tuple((geometry_of(part.layout), part.copied is not None) for part in layout.parts)
+        known_calls.put(key, Repeated(again, between, parts), again.held)
+    return layout
+
+
+def _key(given: Paged, packed: PackedSequences, told: Sequence[Tensor], options: AttentionOptions) -> Key | None:
+    """What tells layouts apart that are made without a look at numbers; None for one that has no key as it is."""
+    if torch.compiler.is_compiling() or not plain(*given, *told):
+        return None
+    o = options
+    numbers = o.scale, o.softcap, o.implementation, o.deterministic
+    if not SIMPLE.issuperset(map(type, numbers)):
+        return None
+    size = packed.pages.page_size if packed.pages is not None else 0
+    return (
+        "paged layout", packed.rule, size, *numbers, *map(type, numbers), facts(*given, *told), alignment(*given),
+        places(*told), tuple(IN_PLACE),
+    )  # fmt: skip
+
+
+def _made(
+    given: Paged, packed: PackedSequences, pages: Pages, cu_seq_q: Tensor, tile: Tile, between: int | None, source: str
+) -> PagedLayout:  # fmt: skip
+    """The layout by operations of torch; where numbers are read they are checked."""
+    T, H, G, P, size = given.facts
+    table, ratio, (R, n) = pages.block_table, H // G, pages.block_table.shape
+    device = given.q.device
     used, exact = narrow(pages.seqused_k, 0, n * size), is_read("Pages", False, table) and device.type == "cpu"
     if exact:
         n = max(1, -(-int(used.max()) // size))
@@ -169,11 +244,9 @@ def paged_layout(given: Paged, packed: PackedSequences, options: AttentionOption
     block_q, _ = tile
     queries = query_tiles(sequences, T, ratio, block_q)
     parts = listed.parts(Layouts(sequences, queries, tile, ratio), P, between, exact)
-    how = COPIES if between is None else TILES
     return PagedLayout(
-        pages, given.facts, between, queries.token.view(-1), queries.head.view(-1), queries.place, tuple(parts),
-        f"{packed!r}: {how}",
-    )  # fmt: skip
+        pages, given.facts, between, queries.token.view(-1), queries.head.view(-1), queries.place, tuple(parts), source
+    )
 
 
 def _plan(given: Paged, rows: int, options: AttentionOptions) -> tuple[Tile, int | None]:

@@ -17,19 +17,20 @@ from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import operand_of
 from gossamer.patterns.reach import Reach
 from gossamer.plan.problem import Problem, Unsupported
-from gossamer.torch.arguments import Arguments, AttentionOptions, is_bshd
+from gossamer.torch.arguments import Arguments, AttentionOptions, is_bshd, number
 from gossamer.torch.bind import bind
 from gossamer.torch.calls import known
 from gossamer.torch.decoding import WIDEST, sees_on
-from gossamer.torch.key import alignment, differentiable, plain
+from gossamer.torch.key import Key, alignment, differentiable, plain
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.paged_arguments import checked
 from gossamer.torch.planning import plan_for
 from gossamer.torch.structure.fused_bounds import reach_numbers
 from gossamer.torch.structure.sequences import PackedSequences
 
-FEW = 8  # tokens of a sequence, on average: a program computes all of its sequence's one tile after the other
+FEW, MORE = 8, 512  # tokens of each sequence, and beside them of a chunk: more are computed faster over structure
 MOST_REACHES = 2  # of a rule
+REQUIRED = 6  # tensors of a call
 NAMES = ("q", "k", "v", "cu_seq_q", "block_table", "seqused_k", "sink_logits", "out")
 NOTHING = Reach(first=0)
 _NUMBERS = (type(None), int, float)
@@ -48,12 +49,17 @@ class Given(NamedTuple):
     out: Tensor | None
 
 
-def is_by_table(q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions) -> bool:
+def is_by_table(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, o: AttentionOptions) -> bool:
     """Whether the kernel computes a call over pages, of q, k and v that were checked."""
     pages = packed.pages
     assert pages is not None
+    if not _reads_table(q, packed, o):
+        return False
     given = Given(q, k, v, packed.cu_seq_q, *pages.tensors, None, None)
-    return _reads_table(q, packed, o) and problem_over_pages(given, packed, o) is not None
+    numbers = pages.page_size, pages.page_layout, is_bshd(o.layout), o.scale, o.softcap
+    key = "is by table", q.shape, k.shape, v.shape, pages.block_table.shape, q.dtype, q.device, *numbers
+    found = known.get(key)
+    return known.put(key, problem_over_pages(given, packed, o) is not None) if found is None else found
 
 
 def _reads_table(q: Any, packed: PackedSequences, o: AttentionOptions) -> bool:
@@ -68,46 +74,76 @@ def _reads_table(q: Any, packed: PackedSequences, o: AttentionOptions) -> bool:
     if packed.checked or pages.checked or o.implementation is not None:
         return False
     (R, n), T = pages.block_table.shape, q.shape[-3 if is_bshd(o.layout) else -2]
-    return bool(R and n and T) and (pages.batch_invariant or T <= FEW * R)
+    return bool(R and n and T) and (pages.batch_invariant or T <= FEW * R + MORE)
+
+
+class ByTable(NamedTuple):
+    """What calls of one key do."""
+
+    run: Any
+    alive: Any  # what the key names by a handle lives as long
+
+    def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        if given.q.is_cuda and is_current_stream_capturing():
+            hold_for_graphs(self)
+        *always, out = given
+        found: tuple[Tensor, Tensor] = self.run(*always) if out is None else self.run(*given)
+        return found
+
+
+def key_by_table(given: Given, which: tuple[Any, ...], scale: Any, softcap: Any) -> Key | None:
+    """What tells calls apart; None for one that goes the usual way.
+
+    Args:
+        given: tensors, or what stands in their place.
+        which: the rest of what a call is given, hashable.
+    """
+    always, more = given[:REQUIRED], given[REQUIRED:]
+    tensors: Any = (*always, *(x for x in more if x is not None))
+    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in tensors):
+        return None
+    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or not plain(*tensors, profiled=True):
+        return None
+    if differentiable(given.q, given.k, given.v, given.sink_logits):
+        return None
+    if any(x.layout is not torch.strided for x in tensors):
+        return None
+    facts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given]
+    return ("by table", *which, scale, type(scale), softcap, type(softcap), *facts, alignment(*tensors))
+
+
+def again(key: Key | None, given: Given) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a call of which there was one before; else None."""
+    call = None if key is None else known.get(key)
+    return None if call is None else call(given)
 
 
 def by_table(
-    q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions, out: Tensor | None = None
+    q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions, out: Tensor | None = None,
+    key: Key | None = None, alive: Any = None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """(out, lse) of a call that the kernel computes; None where it goes the usual way.
 
     Args:
         out: is written, where it is given.
+        key: under which the call was not found, and `alive` what it names by a handle; None: its own.
     """
-    if not _reads_table(q, packed, o) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
-        return None
-    if type(o.scale) not in _NUMBERS or type(o.softcap) not in _NUMBERS or k.ndim != 4 or v.ndim != 4:
+    if not _reads_table(q, packed, o):
         return None
     if not o.q_offset is o.key_starts is o.key_lengths is o.alibi_slopes is o.alibi_distance is None:
         return None
-    sinks = o.sink_logits
-    if not isinstance(sinks, (Tensor, type(None))) or differentiable(q, k, v, sinks):
-        return None
+    o = o._replace(scale=number(o.scale), softcap=number(o.softcap))
     cu_seq_q, pages = packed.over_pages(q.device, q.shape[-3 if is_bshd(o.layout) else -2])
-    given = Given(q, k, v, cu_seq_q, *pages.tensors, sinks, out)
-    if not plain(*given, profiled=True) or any(x is not None and x.layout != torch.strided for x in given):
-        return None
-    key = (
-        "by table", packed.rule, pages.page_size, pages.page_layout, pages.batch_invariant, o.scale, type(o.scale),
-        o.softcap, type(o.softcap), is_bshd(o.layout),
-        *[x is not None and (x.shape, x.stride(), x.dtype, x.device, alignment(x)) for x in given],
-    )  # fmt: skip
-    call = known.get(key)
-    if call is None:
-        call = _bound(given, packed, o)
-        if call is None:
-            return None
-        known.put(key, call)
-    if q.is_cuda and is_current_stream_capturing():
-        hold_for_graphs(call)
-    *always, _ = given
-    found: tuple[Tensor, Tensor] = call(*always) if out is None else call(*given)
-    return found
+    given = Given(q, k, v, cu_seq_q, *pages.tensors, o.sink_logits, out)
+    if key is None:
+        which = packed.rule, pages.page_size, pages.page_layout, pages.batch_invariant, is_bshd(o.layout)
+        key = key_by_table(given, which, o.scale, o.softcap)
+        found = again(key, given)
+        if key is None or found is not None:
+            return found
+    run = _bound(given, packed, o)
+    return None if run is None else known.put(key, ByTable(run, alive))(given)
 
 
 def problem_over_pages(given: Given, packed: PackedSequences, o: AttentionOptions) -> Problem | None:
@@ -122,7 +158,7 @@ def problem_over_pages(given: Given, packed: PackedSequences, o: AttentionOption
     T, H = (one, two) if bshd else (two, one)
     P, G, E = given.k.shape[0], given.k.shape[1 if pages.page_layout == "phsd" else 2], given.v.shape[3]
     slots = pages.block_table.shape[1] * pages.page_size
-    if not P or max(D, E) > WIDEST or any(x is not None and x.device != given.q.device for x in given):
+    if not P or max(D, E) > WIDEST:
         return None
     # Of the arguments of a call that is planned shapes and types count.
     like = given.q.new_empty((1, 1, 1, 1))

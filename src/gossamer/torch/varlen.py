@@ -11,6 +11,7 @@ from gossamer.patterns import Pattern
 from gossamer.torch.api import attention, over_pages
 from gossamer.torch.arguments import AttentionOptions, describe, known, whole
 from gossamer.torch.key import differentiable
+from gossamer.torch.paged_kernel import Given, again, key_by_table
 from gossamer.torch.scale import with_number
 from gossamer.torch.structure.base import Edges
 from gossamer.torch.structure.pages import PageLayout, Pages
@@ -96,7 +97,16 @@ def varlen(
         >>> gs.varlen(q, pool_k, pool_v, cu_q, seqused_k=used, block_table=table, pattern=gs.Causal()).shape
         torch.Size([7, 4, 8])
     """
-    paged = block_table is not None
+    paged, key = block_table is not None, None
+    simple = {type(max_k), type(page_layout), type(batch_invariant)} <= {type(None), int, str, bool}
+    if paged and simple and cu_seq_k is None and (pattern is None or isinstance(pattern, Pattern)):
+        given = Given(q, k, v, cu_seq_q, block_table, seqused_k, sink_logits, out)  # type: ignore[arg-type]
+        numbers = max_k, type(max_k), page_layout, batch_invariant, type(batch_invariant)
+        key = key_by_table(given, (None if pattern is None else pattern.handle, *numbers), scale, softcap)
+        results = again(key, given)
+        if results is not None:
+            found, lse = results
+            return (found, lse) if return_lse else found
     for name, x in (("q", q), ("k", k), ("v", v)):
         pages = paged and name != "q"
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 + pages:
@@ -122,7 +132,7 @@ def varlen(
         options = AttentionOptions(
             scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic, layout="bshd"
         )
-        found, lse = over_pages(q, k, v, sequences, options, out=out)
+        found, lse = over_pages(q, k, v, sequences, options, out=out, key=key)
     else:
         found, lse = attention(
             q, k, v, sequences, scale=scale, softcap=softcap, sink_logits=sink_logits, deterministic=deterministic,

@@ -35,7 +35,7 @@ class Pages:
         page_size: slots of a page.
         page_layout: "pshd" or "phsd", for page, slot, head and dimension.
         batch_invariant: a sequence's results have the same bits whatever other sequences are in the call: its keys are
-            cut by their own number alone. On a GPU, by the kernel that reads the table (`docs/limits.md`); else refused.
+            cut by their own number alone. By the kernel that reads the table, on a GPU (docs/limits.md), else refused.
         check: raise ValueError for wrong lengths, and for pages that do not exist, on a GPU too, where their keys are
             else left out; this waits for it, and cannot be compiled.
 

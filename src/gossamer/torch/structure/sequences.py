@@ -113,13 +113,17 @@ class PackedSequences(Structure):
         """cu_seq_q, of T tokens, and the pages, on a device; what the host was given is checked.
 
         Raises:
-            ValueError: edges are wrong, as far as they are read.
+            ValueError: edges are wrong, as far as they are read, or a tensor is on another device.
         """
         assert self.pages is not None
         if self.on_host or is_read("PackedSequences", self.checked, self.cu_seq_q):
             self._check_edges("cu_seq_q", "cu_seq_q", T, "T")
         cu_seq_q = self.cu_seq_q.to(device) if self.on_host else self.cu_seq_q
-        return cu_seq_q, self.pages.placed(device)
+        pages = self.pages.placed(device)
+        for name, x in (("cu_seq_q", cu_seq_q), ("block_table", pages.block_table), ("seqused_k", pages.seqused_k)):
+            if x.device != device:
+                raise ValueError(f"{name} must be on q's device, {device}; got {describe(x)}")
+        return cu_seq_q, pages
 
     def held(self, device: torch.device, T: int) -> PackedSequences:
         """These sequences over pages as they are now, whatever is written to their tensors later."""

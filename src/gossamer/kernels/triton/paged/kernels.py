@@ -17,8 +17,6 @@ from gossamer.kernels.relaunch import Strides
 from gossamer.kernels.scores import FLOOR, score
 from gossamer.kernels.softmax import add_scores, finish_rows, start_rows
 
-EDGES = tl.constexpr(128)  # that are looked at at a time
-
 
 class Sequences(NamedTuple):
     """What says which tokens and keys a sequence has, of any integer type."""
@@ -75,8 +73,10 @@ class PagedForm(NamedTuple):
     BLOCK_D: int
     BLOCK_E: int
     R: int  # rows of a program
-    C: int  # keys read in one step
+    W: int  # slices of the keys, one of each warp, which wait for one another at the end alone
+    C: int  # keys of a slice that are read in one step
     PAGE: int  # slots
+    EDGES: int  # that are looked at at a time
     HAS_PARTS: bool
     HAS_OTHER: bool  # whether the rule is a union of two
     HAS_STEPS: bool
@@ -97,22 +97,49 @@ class MergeForm(NamedTuple):
 
 
 @triton.jit
-def tokens_of(edges, i, numbers):
-    """[first, last) of the tokens of a sequence; of the number behind the last one those before all, or behind all."""
+def _greater(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def tile_of(edges, i_tile, numbers, R: tl.constexpr, EDGES: tl.constexpr):
+    """(sequence, its first token, the one behind its last, first row of the tile): rows are tokens times heads.
+
+    Two more sequences than there are have the tokens behind all, and before all.
+    """
     n, step = numbers.sequences, numbers.edge_step
-    first = i * 0
-    last = i * 0
-    for i0 in range(0, i + 2, EDGES):
+    i_seq = i_tile * 0
+    before = i_tile * 0  # tiles of the sequences before
+    tiles = i_tile * 0  # of all that were looked at
+    first = i_tile * 0
+    last = i_tile * 0
+    end = i_tile * 0  # the greatest edge so far
+    for i0 in range(0, n, EDGES):
         o_i = i0 + tl.arange(0, EDGES)
-        b_edge = narrowed(tl.load(edges + o_i.to(tl.int64) * step, mask=o_i <= n, other=0), 0, numbers.T)
-        first = tl.maximum(first, tl.max(tl.where(o_i <= i, b_edge, 0), 0))
-        last = tl.maximum(last, tl.max(tl.where(o_i <= i + 1, b_edge, 0), 0))
-    if i == n:
-        last = i * 0 + numbers.T
-    elif i > n:
-        first = i * 0
-        last = narrowed(tl.load(edges), 0, numbers.T)
-    return first, last
+        edge = edges + o_i.to(tl.int64) * step
+        b_first = narrowed(tl.load(edge, mask=o_i < n, other=0), 0, numbers.T)
+        b_first = tl.maximum(tl.associative_scan(b_first, 0, _greater), end)
+        b_last = narrowed(tl.load(edge + step, mask=o_i < n, other=0), 0, numbers.T)
+        b_last = tl.maximum(b_last, b_first)
+        b_tiles = tl.where(o_i < n, tl.cdiv((b_last - b_first) * numbers.heads, R), 0)
+        b_end = tiles + tl.cumsum(b_tiles, 0)
+        m_own = (b_end > i_tile) & (b_end - b_tiles <= i_tile)
+        i_seq += tl.sum(((b_end <= i_tile) & (o_i < n)).to(tl.int32), 0)
+        before += tl.sum(tl.where(m_own, b_end - b_tiles, 0), 0)
+        first += tl.sum(tl.where(m_own, b_first, 0), 0)
+        last += tl.sum(tl.where(m_own, b_last, 0), 0)
+        tiles += tl.sum(b_tiles, 0)
+        end = tl.maximum(end, tl.max(b_last, 0))
+    if i_seq >= n:
+        first = end
+        last = i_tile * 0 + numbers.T
+        before = tiles
+        tiles += tl.cdiv((last - first) * numbers.heads, R)
+        if i_tile >= tiles:
+            first = i_tile * 0
+            last = narrowed(tl.load(edges), 0, numbers.T)
+            before = tiles
+    return i_seq, first, last, (i_tile - before) * R
 
 
 @triton.jit
@@ -125,7 +152,7 @@ def interval(i, keys, numbers, reach, HAS_BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of(x, lo, behind, gap, TWO: tl.constexpr):
-    """The key that is number x of those that are read: of two runs the second begins `gap` keys later."""
+    """The key that is number x of two runs, of which the second begins `gap` keys behind the first."""
     j = x + lo
     if TWO:
         j += tl.where(x >= behind, gap, 0)
@@ -138,6 +165,14 @@ def load_at(base, o_row, m_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     o_d = tl.arange(0, BLOCK_SIZE)
     mask = m_row[:, None] if SIZE == BLOCK_SIZE else m_row[:, None] & (o_d < SIZE)[None, :]
     return tl.load(base + (o_row[:, None] + o_d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_slices(base, o_row, m_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows that begin at offsets [W, C] as [W, C, BLOCK_SIZE]; zero where masked."""
+    o_d = tl.arange(0, BLOCK_SIZE)[None, None, :]
+    mask = m_row[:, :, None] if SIZE == BLOCK_SIZE else m_row[:, :, None] & (o_d < SIZE)
+    return tl.load(base + (o_row[:, :, None] + o_d), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -163,110 +198,124 @@ def paged_kernel(
     steps,  # of both
     FORM: tl.constexpr,
 ):
-    """out and lse of the tokens of a sequence and the heads that share keys, or their sums over one part of the keys.
-
-    Two more sequences than there are have no keys, and the tokens of none.
-    """
+    """out and lse of a tile: tokens of a sequence and the heads that share keys; or its sums over one part of them."""
     R: tl.constexpr = FORM.R
     C: tl.constexpr = FORM.C
+    W: tl.constexpr = FORM.W
     PAGE: tl.constexpr = FORM.PAGE
     TWO: tl.constexpr = FORM.HAS_OTHER
+    # Keys of a unit are in one page: [W, 1] units of [W, C] keys, or keys one by one.
+    UNIT: tl.constexpr = C if PAGE % C == 0 else 1
+    o_u = tl.arange(0, W)[:, None] * C + tl.arange(0, C // UNIT)[None, :]
+    o_in = tl.arange(0, W)[:, None] * 0 + tl.arange(0, UNIT)[None, :]
+    o_in64 = o_in.to(tl.int64)
     pid = tl.program_id(0)
     i_g = pid % numbers.G
     i_part = pid // numbers.G % numbers.parts
-    i_seq = pid // numbers.G // numbers.parts
-    g64 = i_g.to(tl.int64)
+    i_seq, first, last, row_start = tile_of(told.edges, pid // numbers.G // numbers.parts, numbers, R, FORM.EDGES)
     heads = numbers.heads
-    first, last = tokens_of(told.edges, i_seq, numbers)
+    rows = (last - first) * heads
+    if row_start >= rows:
+        return
+    g64 = i_g.to(tl.int64)
     inside = tl.minimum(i_seq, numbers.sequences - 1).to(tl.int64)
     keys = narrowed(tl.load(told.used + inside * numbers.used_step), 0, numbers.slots)
     keys = tl.where(i_seq < numbers.sequences, keys, 0)
     table = told.table + inside * numbers.table_row
     k += g64 * strides.at_k.h
     v += g64 * strides.at_v.h
-    rows = (last - first) * heads
-    for row_start in range(0, rows, R):
-        o_r = row_start + tl.arange(0, R)
-        m_r = o_r < rows
-        o_r = tl.minimum(o_r, rows - 1)
-        o_t = first + o_r // heads
-        o_h = o_r % heads
-        t64 = o_t.to(tl.int64)
-        h64 = o_h.to(tl.int64)
-        b_i = keys - last + o_t
-        i_first = keys - last + first + row_start // heads
-        i_last = keys - last + first + tl.minimum(row_start + R - 1, rows - 1) // heads
-        b_lo, b_hi = interval(b_i, keys, numbers, reach, FORM.HAS_BLOCK)
-        lo, _ = interval(i_first, keys, numbers, reach, FORM.HAS_BLOCK)
-        _, hi = interval(i_last, keys, numbers, reach, FORM.HAS_BLOCK)
-        behind = hi - lo
-        gap = behind * 0
-        number = behind
-        b_lo2 = b_lo
-        b_hi2 = b_hi
+    o_r = row_start + tl.arange(0, R)
+    m_r = o_r < rows
+    o_r = tl.minimum(o_r, rows - 1)
+    o_t = first + o_r // heads
+    o_h = o_r % heads
+    t64 = o_t.to(tl.int64)
+    h64 = o_h.to(tl.int64)
+    b_i = keys - last + o_t
+    i_first = keys - last + first + row_start // heads
+    i_last = keys - last + first + tl.minimum(row_start + R - 1, rows - 1) // heads
+    b_lo, b_hi = interval(b_i, keys, numbers, reach, FORM.HAS_BLOCK)
+    lo, _ = interval(i_first, keys, numbers, reach, FORM.HAS_BLOCK)
+    _, hi = interval(i_last, keys, numbers, reach, FORM.HAS_BLOCK)
+    b_lo2 = b_lo
+    b_hi2 = b_hi
+    lo2 = hi
+    hi2 = hi
+    if TWO:
+        b_lo2, b_hi2 = interval(b_i, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
+        lo2, _ = interval(i_first, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
+        _, hi2 = interval(i_last, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
+        swap = lo2 < lo
+        lo, lo2 = tl.where(swap, lo2, lo), tl.where(swap, lo, lo2)
+        hi, hi2 = tl.where(swap, hi2, hi), tl.where(swap, hi, hi2)
+    # Two runs of units of keys: those of the interval that begins first, and what of the other is behind them.
+    begin = lo // UNIT * UNIT
+    behind = tl.where(hi > lo, tl.cdiv(hi - begin, UNIT) * UNIT, 0)
+    begin2 = tl.maximum(lo2 // UNIT * UNIT, begin + behind)
+    gap = begin2 - begin - behind
+    number = behind + tl.where(hi2 > lo2, tl.maximum(hi2 - begin2, 0), 0)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(number, numbers.of_most), W * C) * (W * C), numbers.least)
+    start = tl.minimum(i_part * chunk, number)
+    stop = tl.minimum(start + chunk, number)
+
+    o_q = t64 * strides.at_q.b + g64 * strides.at_q.h + h64 * strides.at_q.n
+    b_q = load_at(q, o_q, m_r, FORM.D, FORM.BLOCK_D)
+    b_q = tl.broadcast_to(b_q[None, :, :], [W, R, FORM.BLOCK_D])
+    b_acc = tl.zeros([W, R, FORM.BLOCK_E], tl.float32)
+    b_l = tl.zeros([W, R], tl.float32)
+    b_m = tl.full([W, R], FLOOR, tl.float32)
+    # The number of a page is read a step before its keys.
+    o_x = start + o_u
+    b_j = place_of(o_x, begin, behind, gap, TWO)
+    b_page = tl.load(table + (b_j // PAGE).to(tl.int64) * numbers.table_step, mask=o_x < stop, other=-1)
+    for x in range(start, stop, W * C):
+        b_at = b_j + o_in
+        m_c = (b_page >= 0) & (b_page < numbers.pages) & (b_at >= lo) & (b_at < hi)
         if TWO:
-            b_lo2, b_hi2 = interval(b_i, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
-            lo2, _ = interval(i_first, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
-            _, hi2 = interval(i_last, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
-            # The run that begins first, and what is left of the other one behind it.
-            before = lo2 < lo
-            begin2 = tl.where(before, lo, lo2)
-            end2 = tl.where(before, hi, hi2)
-            end = tl.where(before, hi2, hi)
-            lo = tl.minimum(lo, lo2)
-            end = tl.maximum(end, lo)
-            begin2 = tl.maximum(begin2, end)
-            behind = end - lo
-            gap = begin2 - end
-            number = behind + tl.maximum(end2 - begin2, 0)
-        chunk = tl.maximum((tl.cdiv(number, numbers.of_most) + C - 1) // C * C, numbers.least)
-        start = tl.minimum(i_part * chunk, number)
-        stop = tl.minimum(start + chunk, number)
-
-        b_q = load_at(q, t64 * strides.at_q.b + g64 * strides.at_q.h + h64 * strides.at_q.n, m_r, FORM.D, FORM.BLOCK_D)
-        b_acc = tl.zeros([R, FORM.BLOCK_E], tl.float32)
-        b_l, b_m = start_rows(sinks, i_g * heads + o_h, i_part == 0, R, FORM.SINK)
-        # The number of a page is read a step before its keys.
-        o_x = start + tl.arange(0, C)
-        b_j = place_of(o_x, lo, behind, gap, TWO)
+            m_c = m_c | ((b_page >= 0) & (b_page < numbers.pages) & (b_at >= lo2) & (b_at < hi2))
+        page64 = b_page.to(tl.int64)
+        slot64 = (b_j % PAGE).to(tl.int64)
+        o_k = page64 * strides.at_k.b + slot64 * strides.at_k.n + o_in64 * strides.at_k.n
+        o_v = page64 * strides.at_v.b + slot64 * strides.at_v.n + o_in64 * strides.at_v.n
+        o_x = x + W * C + o_u
+        b_j = place_of(o_x, begin, behind, gap, TWO)
         b_page = tl.load(table + (b_j // PAGE).to(tl.int64) * numbers.table_step, mask=o_x < stop, other=-1)
-        for x in range(start, stop, C):
-            page64 = b_page.to(tl.int64)
-            m_c = (x + tl.arange(0, C) < stop) & (page64 >= 0) & (page64 < numbers.pages)
-            slot64 = (b_j % PAGE).to(tl.int64)
-            b_at = b_j
-            o_x = x + C + tl.arange(0, C)
-            b_j = place_of(o_x, lo, behind, gap, TWO)
-            b_page = tl.load(table + (b_j // PAGE).to(tl.int64) * numbers.table_step, mask=o_x < stop, other=-1)
-            b_k = load_at(k, page64 * strides.at_k.b + slot64 * strides.at_k.n, m_c, FORM.D, FORM.BLOCK_D)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=FORM.PRECISION)
-            if not FORM.FOLD:
-                b_s, _ = score(b_s, numbers.scale, numbers.cap, 0.0, 0, FORM.SOFTCAP, 0)
-            m_keep = (b_at[None, :] >= b_lo[:, None]) & (b_at[None, :] < b_hi[:, None])
+        b_at = b_at[:, None, :]
+        b_k = load_slices(k, o_k, m_c, FORM.D, FORM.BLOCK_D)
+        b_s = tl.dot(b_q, tl.permute(b_k, (0, 2, 1)), input_precision=FORM.PRECISION)
+        if not FORM.FOLD:
+            b_s, _ = score(b_s, numbers.scale, numbers.cap, 0.0, 0, FORM.SOFTCAP, 0)
+        m_keep = (b_at >= b_lo[None, :, None]) & (b_at < b_hi[None, :, None])
+        if FORM.HAS_STEPS:
+            m_keep = m_keep & ((b_i[None, :, None] - b_at) % steps[0] == 0)
+        if TWO:
+            m_more = (b_at >= b_lo2[None, :, None]) & (b_at < b_hi2[None, :, None])
             if FORM.HAS_STEPS:
-                m_keep = m_keep & ((b_i[:, None] - b_at[None, :]) % steps[0] == 0)
-            if TWO:
-                m_more = (b_at[None, :] >= b_lo2[:, None]) & (b_at[None, :] < b_hi2[:, None])
-                if FORM.HAS_STEPS:
-                    m_more = m_more & ((b_i[:, None] - b_at[None, :]) % steps[1] == 0)
-                m_keep = m_keep | m_more
-            b_s = tl.where(m_keep & m_c[None, :], b_s, float("-inf"))
-            b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m, numbers.scale, FORM.FOLD)
-            b_v = load_at(v, page64 * strides.at_v.b + slot64 * strides.at_v.n, m_c, FORM.E, FORM.BLOCK_E)
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=FORM.PRECISION)
+                m_more = m_more & ((b_i[None, :, None] - b_at) % steps[1] == 0)
+            m_keep = m_keep | m_more
+        b_s = tl.where(m_keep & m_c[:, None, :], b_s, float("-inf"))
+        b_p, b_shrink, b_l, b_m = add_scores(b_s, b_l, b_m, numbers.scale, FORM.FOLD)
+        b_v = load_slices(v, o_v, m_c, FORM.E, FORM.BLOCK_E)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, :, None], input_precision=FORM.PRECISION)
 
-        if FORM.HAS_PARTS:
-            slot = ((t64 * numbers.G + i_g) * numbers.parts + i_part) * heads + o_h
-            of_all = tl.cast(numbers.T, tl.int64) * numbers.G * numbers.parts * heads
-            tl.store(results.part_ml + slot, b_m, mask=m_r)
-            tl.store(results.part_ml + of_all + slot, b_l, mask=m_r)
-            store_at(results.part_acc, b_acc, slot * FORM.E, m_r & (b_l > 0.0), FORM.E, FORM.BLOCK_E)
-        else:
-            b_one, b_lse = finish_rows(b_l, b_m)
-            o_lse = t64 * strides.at_lse.b + g64 * strides.at_lse.h + h64 * strides.at_lse.n
-            tl.store(results.lse + o_lse, b_lse, mask=m_r)
-            o_out = t64 * strides.at_out.b + g64 * strides.at_out.h + h64 * strides.at_out.n
-            store_at(results.out, b_acc / b_one[:, None], o_out, m_r, FORM.E, FORM.BLOCK_E)
+    b_one, b_most = start_rows(sinks, i_g * heads + o_h, i_part == 0, R, FORM.SINK)
+    b_new = tl.maximum(b_most, tl.max(b_m, 0))
+    b_weight = tl.exp2(b_m - b_new[None, :])
+    b_l = b_one * tl.exp2(b_most - b_new) + tl.sum(b_l * b_weight, 0)
+    b_acc = tl.sum(b_acc * b_weight[:, :, None], 0)
+    b_m = b_new
+    if FORM.HAS_PARTS:
+        slot = ((t64 * numbers.G + i_g) * numbers.parts + i_part) * heads + o_h
+        of_all = tl.cast(numbers.T, tl.int64) * numbers.G * numbers.parts * heads
+        tl.store(results.part_ml + slot, b_m, mask=m_r)
+        tl.store(results.part_ml + of_all + slot, b_l, mask=m_r)
+        store_at(results.part_acc, b_acc, slot * FORM.E, m_r & (b_l > 0.0), FORM.E, FORM.BLOCK_E)
+    else:
+        b_one, b_lse = finish_rows(b_l, b_m)
+        o_lse = t64 * strides.at_lse.b + g64 * strides.at_lse.h + h64 * strides.at_lse.n
+        tl.store(results.lse + o_lse, b_lse, mask=m_r)
+        o_out = t64 * strides.at_out.b + g64 * strides.at_out.h + h64 * strides.at_out.n
+        store_at(results.out, b_acc / b_one[:, None], o_out, m_r, FORM.E, FORM.BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -280,7 +329,7 @@ def merge_pages_kernel(results: PagedResults, strides: PagedStrides, numbers: Pa
     h64 = i_h.to(tl.int64)
     of_all = tl.cast(numbers.T, tl.int64) * numbers.G * numbers.parts * numbers.heads
     base = (t64 * numbers.G + g64) * numbers.parts * numbers.heads + h64
-    o_e = tl.arange(0, FORM.BLOCK_E)
+    o_one = tl.arange(0, 1)
     b_acc = tl.zeros([FORM.BLOCK_E], tl.float32)
     b_l = tl.zeros([1], tl.float32)
     b_m = tl.full([1], FLOOR, tl.float32)
@@ -299,7 +348,6 @@ def merge_pages_kernel(results: PagedResults, strides: PagedStrides, numbers: Pa
         b_m = b_new
     b_one, b_lse = finish_rows(b_l, b_m)
     o_lse = t64 * strides.at_lse.b + g64 * strides.at_lse.h + h64 * strides.at_lse.n
-    tl.store(results.lse + o_lse + tl.arange(0, 1), b_lse)
+    tl.store(results.lse + o_lse + o_one, b_lse)
     o_out = t64 * strides.at_out.b + g64 * strides.at_out.h + h64 * strides.at_out.n
-    b_out = (b_acc / b_one).to(results.out.dtype.element_ty)
-    tl.store(results.out + o_out + o_e, b_out, mask=o_e < FORM.E)
+    store_at(results.out, (b_acc / b_one)[None, :], o_out + o_one, o_one < 1, FORM.E, FORM.BLOCK_E)

@@ -17,22 +17,22 @@ from gossamer.kernels.relaunch import Strides, padded, power
 from gossamer.kernels.scores import scales
 from gossamer.kernels.triton.arguments import step
 from gossamer.kernels.triton.block.config import config
-from gossamer.kernels.triton.config import architecture
 from gossamer.kernels.triton.paged.kernels import MergeForm, PagedForm, merge_pages_kernel, paged_kernel
 from gossamer.plan.problem import Problem
 
-LEAST_ROWS, MOST_ROWS = 16, 64  # of a program: the fewest that a product has, and the most
-STEP_BYTES = 2**14  # of keys that are read at a time,
-LEAST_COLUMNS, MOST_COLUMNS = 16, 128  # and how many these are
-BLOCKS = 2  # of a multiprocessor at the same time
-WAVES = 4  # of blocks, where all sequences are as long as they may be
-LEAST_STEPS = 2  # of a part
-MOST_KEYS = 4096  # of a part, where that leaves no more parts than
+LEAST_ROWS, MOST_ROWS = 16, 32  # of a program: the fewest that a product has, and the most
+WIDEST_ROWS = 128  # heads up to which there may be more than the fewest rows
+STEP_BYTES = 2**15  # of keys and values that all slices read at a time,
+LEAST_COLUMNS, MOST_COLUMNS = 16, 32  # and how many these are of a slice
+BLOCKS = 2  # of a multiprocessor at the same time: as many as there are do all the work, where sequences are alike
+MOST_KEYS = 8192  # of a part, where that leaves no more parts than
 MOST_PARTS = 128
+FEW_EDGES, MANY_EDGES = 32, 128  # that are looked at at a time: by each warp, and by all
 MERGED = 16  # parts that are merged at a time: of every call, so that sums do not depend on how many there may be
-INVARIANT_KEYS, INVARIANT_PARTS = 512, 64  # how a sequence is cut, whatever the others are
+INVARIANT_KEYS, INVARIANT_PARTS = 1024, 64  # how a sequence is cut, whatever the others are
 WARPS = 4
-STAGES = {89: 2}  # of GPUs of little shared memory; 4 elsewhere
+STAGES = 4
+MOST_BYTES = 98304  # of keys and values that wait: two programs of a GPU of 228 KiB, one of one of 100
 
 
 class PagedCall(NamedTuple):
@@ -70,16 +70,20 @@ def forward(
     q = _readable(b, "q")
     out = b.result("out", p.dtype, (*b["q"].shape[:-1], p.E), in_place=_rows(operands.get("out")))
     lse = b.result("lse", "float32", (*b["q"].shape[:-3], p.H, p.Q))
-    rows = min(power(heads * (1 if call.invariant else -(-p.Q // sequences)), LEAST_ROWS), MOST_ROWS)
-    size = max(padded(p.D), padded(p.E)) * BYTES[p.dtype]
-    columns = min(max(STEP_BYTES // size, LEAST_COLUMNS), MOST_COLUMNS)
+    size = max(padded(p.D), padded(p.E))
+    tokens = 1 if call.invariant else -(-p.Q // sequences)
+    rows = power(heads * tokens, LEAST_ROWS, MOST_ROWS if size <= WIDEST_ROWS else LEAST_ROWS)
+    of_key = 2 * size * BYTES[p.dtype]  # and of its value
+    slices = WARPS if 2 * WARPS * LEAST_COLUMNS * of_key <= MOST_BYTES else WARPS // 2
+    columns = power(STEP_BYTES // (slices * of_key), LEAST_COLUMNS, MOST_COLUMNS)
+    stages = min(STAGES, 1 + MOST_BYTES // (slices * columns * of_key))
     if cut is None:
-        cut = cut_of(call, columns, sequences * p.G, BLOCKS * p.processors)
+        cut = cut_of(call, slices * columns, sequences * p.G, BLOCKS * p.processors)
     scale, cap = scales(scoring)
     (reach, *_), (*_, other) = call.reaches, call.reaches
     (edge_step,), (used_step,) = b["cu_seq_q"].strides, b["seqused_k"].strides
     table_row, table_step = b["block_table"].strides
-    split = cut.parts > 1
+    split, edges = cut.parts > 1, FEW_EDGES if sequences <= 2 * FEW_EDGES else MANY_EDGES
     part_acc = part_ml = lse
     if split:
         part_acc = b.array("part_acc", "float32", (p.Q, p.G, cut.parts, heads, p.E))
@@ -93,7 +97,8 @@ def forward(
         "pages": pages, "slots": p.K, "edge_step": edge_step, "used_step": used_step, "table_row": table_row,
         "table_step": table_step, "parts": cut.parts, "of_most": cut.of_most, "least": cut.least, "scale": scale,
         "cap": cap, "reach": reach, "other": other, "steps": call.steps, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
-        "BLOCK_E": padded(p.E), "R": rows, "C": columns, "PAGE": call.page_size, "HAS_PARTS": split,
+        "BLOCK_E": padded(p.E), "R": rows, "W": slices, "C": columns, "PAGE": call.page_size, "EDGES": edges,
+        "HAS_PARTS": split,
         "HAS_OTHER": len(call.reaches) > 1, "HAS_STEPS": max(call.steps) > 1, "HAS_BLOCK": reach.block > 0,
         "OTHER_HAS_BLOCK": other.block > 0, "FOLD": scoring.scale > 0 and scoring.softcap is None,
         "SOFTCAP": scoring.softcap is not None, "SINK": "sink_logits" in b, "PARTS": MERGED,
@@ -103,8 +108,10 @@ def forward(
         page, *at, _ = b[values[name]].strides
         head, slot = at if call.phsd else at[::-1]
         values[f"at_{name}"] = Strides(page, head, slot)
-    options = {"num_warps": WARPS, "num_stages": STAGES.get(architecture(p.sm or 80), 4)}
-    step(b, paged_kernel, ((sequences + 2) * cut.parts * p.G,), values, options, PagedForm)
+    options = {"num_warps": slices, "num_stages": stages}
+    # Each sequence may end within a tile, and so may the tokens of none, before them and behind them.
+    tiles = min(p.Q * heads // rows + sequences + 2, p.Q * -(-heads // rows))
+    step(b, paged_kernel, (tiles * cut.parts * p.G,), values, options, PagedForm)
     if split:
         step(b, merge_pages_kernel, (p.Q * p.H,), values, {"num_warps": 4}, MergeForm)
     return b.done("out", "lse")
@@ -114,9 +121,8 @@ def cut_of(call: PagedCall, columns: int, lists: int, blocks: int) -> Cut:
     """How keys are cut where a GPU holds so many blocks, which lists of keys for key heads of sequences wait for."""
     if call.invariant:
         return Cut(min(INVARIANT_PARTS, -(-call.most // INVARIANT_KEYS)), INVARIANT_PARTS, INVARIANT_KEYS)
-    of_wave = -(-call.most * lists // (blocks * WAVES))
-    least = min(max(of_wave, LEAST_STEPS * columns), max(MOST_KEYS, columns))
-    least = -(-least // columns) * columns
+    of_all = -(-call.most // max(1, blocks // lists))
+    least = -(-min(of_all, MOST_KEYS) // columns) * columns
     parts = min(-(-call.most // least), MOST_PARTS)
     return Cut(parts, parts, least)
 
