@@ -31,6 +31,7 @@ def poison() -> Iterator[None]:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a bound launch asks of CUDA, answered where torch has none."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # where it has a name
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

@@ -169,7 +169,7 @@ def test_a_bound_launch_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_launch_on_a_gpu_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs on its own device whichever is the current one, and goes, with its lists, without garbage collection."""
     changes: list[int] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", changes.append)
     b = Builder({"x": Operand("float32", (2,), (1,))})
     b.step(Kernel(EDGE, "zero"), "x")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from gossamer.plan.problem import Problem
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What torch.empty, empty_like, empty_strided and new_empty return is filled: NaN, or a large integer."""
+    """What allocates without writing gives NaN, or large integers."""
 
     def filled(make: Any) -> Any:
         def made(*arguments: Any, **options: Any) -> Tensor:
@@ -28,10 +28,13 @@ def poisoned() -> Iterator[None]:
 
         return made
 
-    names = "empty", "empty_like", "empty_strided"
-    with mock.patch.multiple(torch, **{name: filled(getattr(torch, name)) for name in names}):  # noqa: SIM117
-        with mock.patch.object(Tensor, "new_empty", filled(Tensor.new_empty)):
-            yield
+    every = {torch: ("empty", "empty_like", "empty_strided"), Tensor: ("new_empty",)}
+    every[torch._C._dynamo.guards] = "_empty_strided_cpu", "_empty_strided_cuda"  # of bound launches
+    with ExitStack() as patches:
+        for where, names in every.items():
+            for name in names:
+                patches.enter_context(mock.patch.object(where, name, filled(getattr(where, name))))
+        yield
 
 
 def prepared(

@@ -37,7 +37,7 @@ from gossamer.kernels.launch import (
 )
 from gossamer.plan.table import NAMES, load
 from gossamer.torch.functions import FUNCTIONS
-from gossamer.torch.memory import MOST_WAITING_BYTES, Workspace, lasting, stream_array, template
+from gossamer.torch.memory import MOST_WAITING_BYTES, Workspace, allocator, lasting, part_at, stream_array
 
 MOST_TEXTS = 512
 SHARED = "shared memory"  # the name of what the small arrays of a call are parts of
@@ -67,7 +67,8 @@ def written(
     if device.type == "cuda":
         # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
         # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
-        scope |= {"current": torch.cuda.current_device, "change_to": torch.cuda.set_device, "here": device.index}
+        # Past `torch.cuda.current_device`, which makes sure that CUDA is there: tensors of it are.
+        scope |= {"current": torch._C._cuda_getDevice, "change_to": torch.cuda.set_device, "here": device.index}
         body = [
             "before = current()",
             "if before != here: change_to(here)",
@@ -105,7 +106,7 @@ class _Writer:
         self.views = dict(self.launch.views)
         self.shares = device.type == "cuda"  # whether small arrays are parts of one memory, which waits on a stream
         self.parts: dict[str, View] = {}  # tensors of it, by their names in the text
-        self.strided = False  # whether the text makes a view
+        self.views_of_type = False  # whether the text makes a view of another type, by an operation
 
     def function(self, parameters: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
         self.names = {name: name for name in parameters} | {name: _plain(name) for name in self.made}
@@ -126,7 +127,7 @@ class _Writer:
             self.lines.append("if waiting is not None: leave(waiting)")
         self.lines.append(f"return ({results})")
         body = self.lines
-        if self.strided:
+        if self.views_of_type:
             self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
             body = ["with below_autograd():", *(f"    {line}" for line in body)]
         call = written(body, given, self.scope, self.device)
@@ -227,10 +228,11 @@ class _Writer:
                     f"{_plain(name)} = {base}.view({self._constant(getattr(torch, view.dtype), 'dtype')})"
                 )
                 base = _plain(name)
-            shape, strides = self._constant(view.shape, "shape"), self._constant(view.strides, "strides")
-            offset = f"{base}.storage_offset() + {self._constant(view.offset, 'offset')}"
-            self.lines.append(f"{_plain(name)} = {base}.as_strided({shape}, {strides}, {offset})")
-            self.strided = True
+                self.views_of_type = True
+            self.scope["part_at"] = part_at
+            lie = self._constant(view.shape, "shape"), self._constant(view.strides, "strides")
+            offset = self._constant(view.offset, "offset")
+            self.lines.append(f"{_plain(name)} = part_at({base}, {', '.join(lie)}, {offset})")
             return _plain(name)
         if isinstance(view, Descriptor):
             from triton.tools.tensor_descriptor import TensorDescriptor
@@ -248,15 +250,10 @@ class _Writer:
         if array.lifetime == "stream":
             made = f"{self._constant(stream_array(dtype, array.shape, array.fill or 0.0, self.device), 'of_stream')}()"
         else:
-            if array.strides is None:
-                like = self._constant(template(self.device, dtype, array.shape), "like")
-                self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
-                made = f"empty_like({like}, memory_format=contiguous)"
-            else:
-                shape, strides = self._constant(array.shape, "shape"), self._constant(array.strides, "strides")
-                options = f"dtype={self._constant(dtype, 'dtype')}, device={self._constant(self.device, 'device')}"
-                self.scope["empty_strided"] = torch.empty_strided
-                made = f"empty_strided({shape}, {strides}, {options})"
+            self.scope["empty"] = allocator(self.device)
+            strides = compact(array.shape) if array.strides is None else array.strides
+            lie = self._constant(array.shape, "shape"), self._constant(strides, "strides")
+            made = f"empty({', '.join(lie)}, {self._constant(dtype, 'dtype')})"
             if array.fill is not None:
                 made += f".fill_({self._constant(array.fill)})"
         self.lines.append(f"{_plain(name)} = {made}")

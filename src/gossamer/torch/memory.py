@@ -15,6 +15,11 @@ from gossamer.kernels.launch import View
 
 Value = TypeVar("Value")
 
+# Past the dispatcher, as functions of torch's compiler allocate and make views: half of the time. No mode sees them.
+_guards: Any = torch._C._dynamo.guards
+# part_at(x, shape, strides, start): of a tensor's memory, from `start` elements behind its begin on; unknown to autograd.
+part_at: Callable[[Tensor, tuple[int, ...], tuple[int, ...], int], Tensor] = _guards._reinterpret_tensor
+
 MOST_WAITING_BYTES = 2**24  # of the memory of a call that waits for the next one
 MOST_WAITING = 4  # pieces that wait, each for a stream
 MOST_USERS = 64  # whose views of one are kept
@@ -65,10 +70,10 @@ def outlasting(device: torch.device, make: Callable[[], Value]) -> Value:
     return value
 
 
-def template(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A shape and a type without the memory: no allocation costs the host as little as `empty_like` of one."""
-    with torch.inference_mode(False):
-        return lasting(device, dtype, (1,), 0.0).expand(shape)
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What allocates on a device, the current one of its type: a function of shape, strides and type."""
+    found: Callable[..., Tensor] = _guards._empty_strided_cuda if device.type == "cuda" else _guards._empty_strided_cpu
+    return found
 
 
 @cache

@@ -19,17 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gossamer.kernels.launch import Launched, launching
 from gossamer.torch.bind import PART, written
 from gossamer.torch.key import unseen
-from gossamer.torch.memory import hold_for_graphs, outlasting, template
+from gossamer.torch.memory import allocator, hold_for_graphs, outlasting, part_at
 
 # What gives the host numbers of a tensor without an operation that a mode of operations would see.
 _READS = frozenset({Tensor.numpy, Tensor.tolist, Tensor.__array__})
 
 _aten = torch.ops.aten
+_dispatch_modes = _C._len_torch_dispatch_stack
 META = torch.device("meta")  # of what stands for memory that is allocated
 _EMPTY = frozenset({_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default})
 
 
 MOST_SHARED_BYTES = 2**20  # of an array that nobody wants later, and that waits for the others to be left
+
+
+def _by_operation(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> Tensor:
+    """As `part_at`, by an operation, which modes see."""
+    return x.as_strided(shape, strides, x.storage_offset() + start)
 
 
 class Place(NamedTuple):
@@ -40,10 +46,10 @@ class Place(NamedTuple):
     strides: tuple[int, ...] = ()
     start: int = 0  # behind its begin
 
-    def of(self, memory: Sequence[Tensor]) -> Tensor:
-        """The result."""
+    def of(self, memory: Sequence[Tensor], view: Callable[..., Tensor] = part_at) -> Tensor:
+        """The result, by `view` where it is a part."""
         x = self.memory if isinstance(self.memory, Tensor) else memory[self.memory]
-        return x if self.shape is None else x.as_strided(self.shape, self.strides, x.storage_offset() + self.start)
+        return x if self.shape is None else view(x, self.shape, self.strides, self.start)
 
 
 class Again:
@@ -64,7 +70,10 @@ class Again:
 
     def parts(self, memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results, of what `run` gives."""
-        with _C._AutoDispatchBelowAutograd():
+        if _dispatch_modes():  # one of them writes down what is done here, to do it again
+            with _C._AutoDispatchBelowAutograd():
+                found = [x.of(memory, _by_operation) for x in self.places]
+        else:
             found = [x.of(memory) for x in self.places]
         return tuple([found[at] for at in self.at])
 
@@ -218,8 +227,10 @@ def _function(
             writer.lines.append(f"{' = '.join(dead)} = None")
     text = "".join(f"{writer.text(x)}, " for x in results)
     writer.lines.append(f"return ({text})")
-    writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
-    body = ["with below_autograd():", *(f"    {line}" for line in writer.lines)]
+    body = writer.lines
+    if writer.operations:
+        writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
+        body = ["with below_autograd():", *(f"    {line}" for line in body)]
     function = written(body, parameters, writer.scope, device)
     function.held = sum(x.nbytes for x in moved.values())  # type: ignore[attr-defined]
     function.outer = tuple(outer.values())  # type: ignore[attr-defined]  # the text may have their addresses alone
@@ -350,6 +361,7 @@ class _Writer:
         self.given = {id(x) for x in given}
         self.results: list[Tensor] = []  # what the function gives
         self.lines: list[str] = []
+        self.operations = False  # whether there are some
         self.scope: dict[str, Any] = {}  # what the function closes over
         self.names: dict[int, str] = {}  # of tensors, by identity
         self.addresses: dict[int, str] = {}  # likewise
@@ -407,10 +419,9 @@ class _Writer:
             return
         whole, start = self.parts[id(x)]
         base = self.text(whole)
+        self.scope["part_at"] = part_at
         lie = f"{self.constant(tuple(x.shape))}, {self.constant(x.stride())}"
-        given = id(whole) in self.given  # each may begin elsewhere in its memory
-        begin = f"{base}.storage_offset() + {start}" if given else int(whole.storage_offset()) + start
-        self.lines.append(f"{self.name(x)} = {base}.as_strided({lie}, {begin})")
+        self.lines.append(f"{self.name(x)} = part_at({base}, {lie}, {start})")
 
     def address(self, x: Tensor) -> str:
         """The text of an address, for which a view is not made."""
@@ -432,11 +443,12 @@ class _Writer:
         if step.launched:
             given = [self.address(x) if isinstance(x, Tensor) else self.text(x) for x in step.arguments]
         elif step.function in _EMPTY and results.is_contiguous() and results.device in (self.device, META):
-            like = self.constant(template(self.device, results.dtype, tuple(results.shape)))
-            self.scope |= {"empty_like": torch.empty_like, "contiguous": torch.contiguous_format}
-            self.lines.append(f"{self.name(results)} = empty_like({like}, memory_format=contiguous)")
+            self.scope["empty"] = allocator(self.device)
+            lie = f"{self.constant(tuple(results.shape))}, {self.constant(results.stride())}"
+            self.lines.append(f"{self.name(results)} = empty({lie}, {self.constant(results.dtype)})")
             return
         else:
+            self.operations = True
             given = [*map(self.text, step.arguments), *(f"{name}={self.text(x)}" for name, x in step.named.items())]
         call = f"{self.constant(step.function)}({', '.join(given)})"
         if isinstance(results, Tensor):
