@@ -47,8 +47,15 @@ def prepared() -> Iterator[None]:
 
         return cheaper
 
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-        replace(owner, name, poisoned)
+    guards = torch._C._dynamo.guards  # by which bound launches allocate
+    every = {
+        torch: ("empty", "empty_like"),
+        Tensor: ("new_empty",),
+        guards: ("_empty_strided_cpu", "_empty_strided_cuda"),
+    }
+    for owner, names in every.items():
+        for name in names:
+            replace(owner, name, poisoned)
     replace(partition, "_classes_cost", cheap)
     replace(partition, "_cheaper", parted)
     try:
