@@ -295,12 +295,12 @@ class EntmaxCall(RowsCall):
         given = tensors_of(q, k, v, alpha, self.options_of(tensors))
         given["dout"] = dout if dout.dtype == q.dtype else dout.to(q.dtype)
         if normaliser is not None:
-            given["lam"] = normaliser.reshape(-1)
+            given["lam"] = normaliser if normaliser.ndim == 1 else normaliser.reshape(-1)
         if lists is not None:
             given |= zip(NAMES_OF_LISTS, lists, strict=True)
         wants_alpha, x = wants_alpha and alpha is not None, given.values()
         # Hooks on saved tensors (offloading, say) may return them with other strides than in the forward.
-        key = wants_alpha, *given, *[y.stride() for y in x], alignment(*x)
+        key = wants_alpha, *given, *map(Tensor.stride, x), alignment(*x)
         run = self._backwards.get(key)
         if run is None or (q.is_cuda and is_current_stream_capturing()):
             launch = Launch("gradients", self.same, self.scale, self.options, with_alpha=wants_alpha)
@@ -348,9 +348,11 @@ class EntmaxAttention(torch.autograd.Function):
         q, k, v, alpha, normaliser, *rest = ctx.saved_tensors
         tensors, saved = tuple(rest[: ctx.others]), rest[ctx.others :]
         lists = ctx.kind(*saved) if saved else None
-        wants_alpha = ctx.needs_input_grad[4]
-        compute = partial(ctx.call.gradients, q, k, v, alpha, tensors, lists, normaliser, wants_alpha)
-        found = _Gradients.apply(compute, dout, q, k, v, alpha) if torch.is_grad_enabled() else compute(dout)
+        given = q, k, v, alpha, tensors, lists, normaliser, ctx.needs_input_grad[4]
+        if torch.is_grad_enabled():  # create_graph
+            found = _Gradients.apply(partial(ctx.call.gradients, *given), dout, q, k, v, alpha)
+        else:
+            found = ctx.call.gradients(*given, dout)
         return (None, *found, *others)
 
 

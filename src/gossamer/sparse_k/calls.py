@@ -16,7 +16,7 @@ from gossamer.plan.problem import Unsupported
 from gossamer.sparse_k.autograd import empty
 from gossamer.sparse_k.launch.implementations import implementation
 from gossamer.sparse_k.launch.problem import Operands, Options, SparseKGradients
-from gossamer.sparse_k.selection import DIRECT, SelectedKeys, Selection
+from gossamer.sparse_k.selection import DIRECT, OPERATORS, Functions, SelectedKeys, Selection
 from gossamer.torch.arguments import four_dimensional, unbatched
 from gossamer.torch.key import SIMPLE, Key, facts, places, plain
 from gossamer.torch.recording import Repeats
@@ -90,11 +90,11 @@ class Call:
             operator = torch.ops.gossamer.sparse_k_backward.default
             operands = self._operands(q, k, v, u, kept)
             g = SparseKGradients(*operator(dout, dlse, out, lse, *operands, *self.options, None))
-            return g.q, g.k, g.v, self._of_scores(u, kept, g)
+            return g.q, g.k, g.v, self._of_scores(u, kept, g, OPERATORS)
 
         def make() -> tuple[Tensor, ...]:
             g = self.by.backward(dout, dlse, out, lse, self._operands(q, k, v, u, kept), self.options)
-            return g.q, g.k, g.v, self._of_scores(u, kept, g)
+            return g.q, g.k, g.v, self._of_scores(u, kept, g, DIRECT)
 
         with torch.cuda.device_of(q):
             if not self.records:
@@ -104,11 +104,11 @@ class Call:
             key = dlse is None, places(*given), *[t.stride() for t in given]
             return (self._backwards.get(key) or self._backwards.put(key, Repeats()))(make, given)
 
-    def _of_scores(self, u: Tensor, kept: SelectedKeys, g: SparseKGradients) -> Tensor:
+    def _of_scores(self, u: Tensor, kept: SelectedKeys, g: SparseKGradients, functions: Functions) -> Tensor:
         """du of gates, and of thresholds where these have a gradient."""
         du = g.u.to(u.dtype)
         if u.numel() and (self.options.gate is not None or self.options.straight):
-            du = du + self.how.gradient(u, kept, g.tau.to(u.dtype))
+            du = du + self.how.gradient(u, kept, g.tau.to(u.dtype), functions)
         return du
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor, kept: SelectedKeys) -> Operands:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -225,14 +226,20 @@ def _sparsek_causal_backward(ctx: Any, dtau: Tensor, _: Tensor | None) -> tuple[
     return threshold_gradient(u, tau, last, dtau), None
 
 
-def threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor) -> Tensor:
-    """The gradient of thresholds: the steps at which a key is inside, and at which it equals tau, are ranges."""
+def threshold_gradient(
+    u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor, by_kernels: Callable[..., Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """The gradient of thresholds: the steps at which a key is inside, and at which it equals tau, are ranges.
+
+    Args:
+        by_kernels: of u, tau and dtau, where kernels compute it; None: the operator.
+    """
     if not u.numel():
         return dtau * u
     # A second derivative goes through operations of torch.
     once = not torch.is_grad_enabled() and dtau.dtype == torch.float32
     if once and has_kernels(u):
-        gradient: Tensor = torch.ops.gossamer.thresholds_backward(u, tau, dtau)
+        gradient: Tensor = (by_kernels or torch.ops.gossamer.thresholds_backward)(u, tau, dtau)
         return gradient
     u, tau = (x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau))
     last = _last_live(u, tau) if last is None else last.reshape(u.shape)
@@ -251,7 +258,8 @@ def threshold_gradient(u: Tensor, tau: Tensor, last: Tensor | None, dtau: Tensor
     return du.to(dtau.dtype).reshape(dtau.shape)
 
 
-def _thresholds_backward(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+def gradient_by_kernels(u: Tensor, tau: Tensor, dtau: Tensor) -> Tensor:
+    """`thresholds_backward`."""
     rows = tuple(x.reshape(-1, x.shape[-1]).contiguous() for x in (u, tau, dtau))
     with torch.cuda.device_of(u):
         gradient: Tensor = _kernels(u).thresholds_backward(*rows)
@@ -355,7 +363,7 @@ library.impl("sparsek", row_of, "CompositeExplicitAutograd")
 library.impl("sparsek_causal", causal_of, "CompositeExplicitAutograd")
 library.impl("sparsek_kept", kept_of, "CompositeExplicitAutograd")
 library.impl("last_topk", largest_of, "CompositeExplicitAutograd")
-library.impl("thresholds_backward", _thresholds_backward, "CompositeExplicitAutograd")
+library.impl("thresholds_backward", gradient_by_kernels, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("gossamer::sparsek", lib=library)

@@ -30,14 +30,18 @@ class Functions(NamedTuple):
     causal: Callable[[Tensor, int], Any]
     row: Callable[[Tensor, int], Any]
     largest: Callable[[Tensor, int], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor], Tensor]  # of (u, tau, dtau), by kernels
 
 
 # Where modes, tracers and autograd look on; and where none does.
 OPERATORS = Functions(
     torch.ops.gossamer.sparsek_kept.default, torch.ops.gossamer.sparsek_causal.default,
     torch.ops.gossamer.sparsek.default, torch.ops.gossamer.last_topk.default,
+    torch.ops.gossamer.thresholds_backward.default,
 )  # fmt: skip
-DIRECT = Functions(operator.kept_of, operator.causal_of, operator.row_of, operator.largest_of)
+DIRECT = Functions(
+    operator.kept_of, operator.causal_of, operator.row_of, operator.largest_of, operator.gradient_by_kernels
+)  # fmt: skip
 
 
 class Selection:
@@ -69,8 +73,8 @@ class Selection:
             last = torch.where(last == N - 1, last, -1)
         return SelectedKeys(tau, last, torch.maximum(last, last_gated) if self.straight else last, m)
 
-    def gradient(self, u: Tensor, kept: SelectedKeys, dtau: Tensor) -> Tensor:
+    def gradient(self, u: Tensor, kept: SelectedKeys, dtau: Tensor, functions: Functions) -> Tensor:
         """du of the gradient of thresholds, of `kept` by the functions without autograd."""
         if kept.m is not None:
             return operator.row_gradient(u, kept.m, kept.tau[..., 0], None, dtau.sum(-1))
-        return operator.threshold_gradient(u, kept.tau, None, dtau)
+        return operator.threshold_gradient(u, kept.tau, None, dtau, functions.gradient)

@@ -457,7 +457,7 @@ class Attention(torch.autograd.Function):
         if not more:
             return None, dq, dk, dv
         (dsinks,) = dsink or (None,)
-        return (None, dq, dk, dv, *Vectors(sink_logits=dsinks), *(None for _ in data))
+        return (None, dq, dk, dv, *Vectors(sink_logits=dsinks), *(None,) * len(data))
 
 
 class _Gradients(torch.autograd.Function):

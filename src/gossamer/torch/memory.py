@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 # Past the dispatcher, as functions of torch's compiler allocate and make views: half of the time. No mode sees them.
 _guards: Any = torch._C._dynamo.guards
-# part_at(x, shape, strides, start): a part of a tensor's memory, `start` elements behind its begin; autograd sees none.
+# part_at(x, shape, strides, start): of a tensor's memory, from `start` elements behind its begin; autograd sees none.
 part_at: Callable[[Tensor, tuple[int, ...], tuple[int, ...], int], Tensor] = _guards._reinterpret_tensor
 
 MOST_WAITING_BYTES = 2**24  # of the memory of a call that waits for the next one

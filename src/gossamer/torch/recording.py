@@ -63,10 +63,13 @@ class Again:
         """`at`: which of the `places` each result has; `run` has attributes `outer` and `held`, see `_function`."""
         self.run, self.places, self.at = run, places, at
         self.held: int = run.held  # type: ignore[attr-defined]
+        whole = [x.memory for x in places if x.shape is None and type(x.memory) is int]
+        self._as_made = len(whole) == len(places) and list(at) == whole  # the results are what `run` gives
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The results."""
-        return self.parts(self.run(*given))
+        made = self.run(*given)
+        return made if self._as_made else self.parts(made)
 
     def parts(self, memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results, of what `run` gives."""
