@@ -58,9 +58,7 @@ def walk(
     each = min(T, max(1, PAIRS // (RUN * RUN * PIECE)))
     steps = -(-T // each)
     items = (jnp.arange(steps * each, dtype=jnp.int32) % T).reshape(steps, each)
-
     search = "compare_all" if T <= FEW else "scan"
-    sizes = _sizes(reach.box, runs.points.dtype)
 
     def step(item: Array) -> Any:
         low, high = (list(x[:, item][..., None]) for x in (runs.low, runs.high))
@@ -77,7 +75,10 @@ def walk(
             place = (at[:, :, None] * RUN + jnp.arange(RUN, dtype=jnp.int32)).reshape(each, -1)
             there = place[:, None] < N  # past the last run where there are no more
             points = runs.points[:, jnp.minimum(at, T - 1)].reshape(-1, each, 1, PIECE * RUN)
-            parts = list(nearest(points, here[..., None], sizes, jnp))
+            parts = [
+                nearest(theirs, mine[:, :, None], size, jnp)
+                for theirs, mine, size in zip(list(points), list(here), reach.box, strict=True)
+            ]
             s = squares(parts)
             return p + 1, visit(before, Seen(parts, s, (s <= reach.square) & there, item, place))
 
@@ -87,13 +88,6 @@ def walk(
 
     visited = lax.map(step, items)
     return jax.tree.map(lambda x: x.reshape(steps * each * RUN, *x.shape[3:])[:N], visited)
-
-
-def _sizes(box: Any, dtype: Any) -> Array | None:
-    """(d, 1, 1, 1), infinite along open axes; None if all are."""
-    if all(size is None for size in box):
-        return None
-    return jnp.array([jnp.inf if size is None else size for size in box], dtype)[:, None, None, None]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -82,12 +82,20 @@ def hilbert_keys(place: list[Any], bits: int, xp: Any) -> Any:
     turn = first * 0
     for level in range(bits - 1, 0, -1):
         turn = xp.where((x[-1] >> level) & 1 == 1, turn ^ ((1 << level) - 1), turn)
-    x = [here ^ turn for here in x]
     key = first * 0
-    for level in range(bits - 1, -1, -1):
-        for here in x:
-            key = (key << 1) | ((here >> level) & 1)
+    for here in x:
+        key = (key << 1) | _spread(here ^ turn, bits, len(x))
     return key
+
+
+def _spread(x: Any, bits: int, distance: int) -> Any:
+    """Whole numbers whose bits lie so far apart."""
+    size = 1 << (bits - 1).bit_length()
+    while distance > 1 and size > 1:
+        size //= 2  # of the groups of bits that stay together
+        mask = sum(1 << (bit // size * size * distance + bit % size) for bit in range(bits))
+        x = (x | (x << ((distance - 1) * size))) & mask
+    return x
 
 
 def wrapped(x: list[Any], box: Sizes, xp: Any) -> list[Any]:
