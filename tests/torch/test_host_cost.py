@@ -166,3 +166,31 @@ def test_how_much_of_the_package_a_call_enters(gradient: bool) -> None:
     first, repeat = (entered(lambda: gs.attention(*x, gs.SlidingWindow(31))) for _ in range(2))
     assert len(first.files) <= 27 and len(first.functions) <= 170 + gradient, sorted(first.functions)
     assert len(repeat.files) <= 11 and len(repeat.functions) <= 28 + gradient, sorted(repeat.functions)
+
+
+def with_documents(x: list[Tensor]) -> Any:
+    return gs.attention(*x, gs.DocumentIds(torch.arange(256) // 64) & gs.Causal())
+
+
+def with_listed_keys(x: list[Tensor]) -> Any:
+    return gs.attention(*x, gs.Indices(torch.arange(8).expand(1, 1, 256, 8)))
+
+
+def with_chosen_blocks(x: list[Tensor]) -> Any:
+    return gs.attention(*x, gs.topk_blocks(x[0], x[1], causal=True, topk=3) & gs.Causal())
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("run", "files", "functions"),
+    [(with_documents, 23, 96), (with_listed_keys, 19, 68), (with_chosen_blocks, 37, 155)],
+)
+def test_how_much_of_the_package_a_call_with_structure_enters(
+    run: Any, files: int, functions: int, gradient: bool
+) -> None:
+    """A repeated call, from its structure to the arithmetic, which on a CPU plans by the numbers that it reads."""
+    x = [torch.randn(1, 4, 256, 32, requires_grad=gradient) for _ in range(3)]
+    for _ in range(3):
+        run(x)
+    repeat = entered(lambda: run(x))
+    assert len(repeat.files) <= files and len(repeat.functions) <= functions + gradient, sorted(repeat.functions)
