@@ -159,8 +159,11 @@ class Repeated(NamedTuple):
         parts = []
         for geometry, copied in self.parts:
             of_layout, arrays = arrays[:ARRAYS_PER_WALK], arrays[ARRAYS_PER_WALK:]
-            of_copies, arrays = (Copied(*arrays[:2]), arrays[2:]) if copied else (None, arrays)
             made: Any = layout_from(of_layout, geometry)
+            of_copies = None
+            if copied:
+                numbers, unseen, *arrays = arrays
+                of_copies = Copied(numbers, unseen)
             parts.append(Part(made, of_copies))
         return PagedLayout(pages, facts, self.between, token, head, place, tuple(parts), source)
 

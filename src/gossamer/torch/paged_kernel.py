@@ -33,6 +33,7 @@ MOST_REACHES = 2  # of a rule
 REQUIRED = 6  # tensors of a call
 NAMES = ("q", "k", "v", "cu_seq_q", "block_table", "seqused_k", "sink_logits", "out")
 NOTHING = Reach(first=0)
+WITHOUT_OUT = tuple(name for name in NAMES if name != "out")  # which the launch then makes
 _NUMBERS = (type(None), int, float)
 
 
@@ -191,7 +192,7 @@ def _bound(given: Given, packed: PackedSequences, o: AttentionOptions) -> Any:
     scoring = Scoring(scale, 0, None if o.softcap is None else float(o.softcap))
     operands = {name: operand_of(x) for name, x in zip(NAMES, given, strict=True) if x is not None}
     device = given.q.device
-    names = NAMES if given.out is not None else NAMES[:-1]  # without it the launch makes it
+    names = NAMES if given.out is not None else WITHOUT_OUT
     return bind(outlasting(device, lambda: forward(problem, call, scoring, operands)), device, names)
 
 

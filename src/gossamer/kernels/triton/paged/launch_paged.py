@@ -105,8 +105,8 @@ def forward(
         "PRECISION": config("forward", 8 * BYTES[p.dtype], p.D, p.E, p.sm or 80).precision,
     }  # fmt: skip
     for name in ("k", "v"):
-        page, *at, _ = b[values[name]].strides
-        head, slot = at if call.phsd else at[::-1]
+        page, one, two, _ = b[values[name]].strides
+        head, slot = (one, two) if call.phsd else (two, one)
         values[f"at_{name}"] = Strides(page, head, slot)
     options = {"num_warps": slices, "num_stages": stages}
     # Each sequence may end within a tile, and so may the tokens of none, before them and behind them.
