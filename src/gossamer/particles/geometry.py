@@ -17,6 +17,7 @@ BITS = {1: 24, 2: 15, 3: 10}  # bits of each axis of the curve, by the number of
 MARGIN = 1 + 1e-5  # margin of the distance between boxes, so that rounding leaves out no pair
 
 EXPONENT = 126  # the largest power of two that float32 holds with its inverse
+USUAL = 2.0 ** (EXPONENT - 1)  # factors below it are one number of `factors_of`
 
 Sizes = tuple[float | None, ...]  # the sizes of the box, None along open axes
 
@@ -39,7 +40,11 @@ def unit_of(radius: float) -> float:
 
 def times(x: Any, factor: float) -> Any:
     """An array times a positive number, which may be out of float32's range where the product is in it."""
-    return x if factor == 1 else times_all(x, factors_of(factor))
+    if factor == 1:
+        return x
+    if 1 / USUAL < factor < USUAL:
+        return x * factor
+    return times_all(x, factors_of(factor))
 
 
 def factors_of(factor: float) -> tuple[float, ...]:
