@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import gossamer as gs
-from gossamer.torch import calls, decoding, paged
+from gossamer.torch import calls, decoding, paged, paged_kernel
 from gossamer.torch.explain import BY_TABLE
-from tests.support.processes import INTERPRETING, in_interpreter
+from tests.support.processes import INTERPRETING, compiled, in_interpreter
 from tests.torch.test_device_structure import RULES
 from tests.torch.test_pages import LAYOUTS, RIGHT, WRONG, Case, check, cu, drawn, kv, mixed, packed, q, run
 
@@ -160,7 +161,8 @@ if INTERPRETING:
             found = gs.attention(q, case.k, case.v * 2, shared, **terms)
             assert found[0].is_contiguous() and all(map(torch.equal, found, wanted))
 
-    def test_what_goes_the_usual_way(on_a_cpu: None) -> None:
+    def test_what_goes_the_usual_way(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(paged_kernel, "MORE", 16)
         case = narrow(usual_few(random.Random(2)))
         usual = [
             (case, gs.Causal(), {"check": True}),
@@ -213,3 +215,41 @@ else:
             "test_what_goes_the_usual_way", "test_errors_stay_what_they_are",
             "test_pages_that_do_not_exist_are_left_out", "test_explained",
         )  # fmt: skip
+
+
+COMPILE = """
+import sys
+from gossamer.kernels.contract import Scoring
+from gossamer.kernels.launch import Operand, compact
+from gossamer.kernels.reaches import Reaching
+from gossamer.kernels.relaunch import compiled_for
+from gossamer.kernels.triton import KERNELS
+from gossamer.kernels.triton.config import SHARED_MEMORY
+from gossamer.kernels.triton.paged.launch_paged import Cut, PagedCall, forward
+from gossamer.plan.problem import Problem
+sm = int(sys.argv[1])
+one = Reaching(0, 0, 0, 0, 0, 4096, 4096, 0)
+calls = [("bfloat16", 32, 8, 128, 128, 64, 32, (one,), (1,)), ("float16", 64, 1, 256, 256, 16, 4, (one, one), (1, 3))]
+calls += [("float32", 8, 1, 256, 256, 1, 100, (one, one._replace(block=4)), (1, 1))]
+calls += [("bfloat16", 6, 2, 72, 40, 24, 1, (one,), (2,)), ("float32", 4, 4, 64, 64, 256, 2, (one,), (1,))]
+for dtype, H, G, D, E, page, n, reaches, steps in calls:
+    shapes = {"q": (n, H, D), "k": (99, page, G, D), "v": (99, page, G, E), "cu_seq_q": (n + 1,)}
+    shapes |= {"block_table": (n, 4096 // page), "seqused_k": (n,), "sink_logits": (H,)}
+    types = dict.fromkeys("qkv", dtype) | dict.fromkeys(shapes, "int32") | dict.fromkeys("qkv", dtype)
+    types |= {"sink_logits": "float32", "seqused_k": "int64"}
+    operands = {name: Operand(types[name], shape, compact(shape)) for name, shape in shapes.items()}
+    problem = Problem(1, H, G, n, 4096, D, E, dtype, "cuda", sm=sm, processors=132)
+    call = PagedCall(reaches, steps, 4096, page, True, n == 1, False)
+    launch = forward(problem, call, Scoring(0.1, 0), operands, cut=Cut(3, 3, 512)).launch
+    assert len(launch.steps) == 2
+    for step in launch.steps:
+        _, options, signature = step.kernel.key
+        shared = compiled_for(KERNELS[step.kernel.name], signature, dict(options), sm).metadata.shared
+        assert shared <= SHARED_MEMORY[sm], (dtype, D, E, step.kernel.name, shared)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 89, 90, 100])
+def test_kernels_compile(sm: int, tmp_path: Path) -> None:
+    compiled(COMPILE, sm, cache=tmp_path)

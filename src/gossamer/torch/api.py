@@ -193,13 +193,6 @@ def attention(
                 return (out, lse) if return_lse else out
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
-        options = AttentionOptions(
-            scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance,
-            implementation, deterministic, layout,
-        )  # fmt: skip
-        out, lse = over_pages(q, k, v, pattern, options, merge)
-        return (out, lse) if return_lse else out
     key: Key | None = None
     vectors: Vectors | tuple[()] = ()
     if merge is None and not key_lengths is sink_logits is alibi_slopes is None:
@@ -218,7 +211,9 @@ def attention(
         scale, q_offset, key_starts, key_lengths, softcap, sink_logits, alibi_slopes, alibi_distance, implementation,
         deterministic, layout,
     )  # fmt: skip
-    if merge is None:
+    if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
+        out, lse = over_pages(q, k, v, pattern, options, merge)
+    elif merge is None:
         found = None if compiling or key is not None else by_structure(q, k, v, pattern, options, vectors)
         out, lse = _run(request_of(q, k, v, pattern, options, vectors), key) if found is None else found
     else:

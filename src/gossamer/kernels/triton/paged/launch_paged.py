@@ -17,6 +17,7 @@ from gossamer.kernels.relaunch import Strides, padded, power
 from gossamer.kernels.scores import scales
 from gossamer.kernels.triton.arguments import step
 from gossamer.kernels.triton.block.config import config
+from gossamer.kernels.triton.config import architecture
 from gossamer.kernels.triton.paged.kernels import MergeForm, PagedForm, merge_pages_kernel, paged_kernel
 from gossamer.plan.problem import Problem
 
@@ -24,7 +25,7 @@ LEAST_ROWS, MOST_ROWS = 16, 32  # of a program: the fewest that a product has, a
 WIDEST_ROWS = 128  # heads up to which there may be more than the fewest rows
 STEP_BYTES = 2**15  # of keys and values that all slices read at a time,
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32  # and how many these are of a slice
-BLOCKS = 2  # of a multiprocessor at the same time: as many as there are do all the work, where sequences are alike
+BLOCKS = 1  # of a multiprocessor: as many do all the work, where sequences are alike, and read as fast as two
 MOST_KEYS = 8192  # of a part, where that leaves no more parts than
 MOST_PARTS = 128
 FEW_EDGES, MANY_EDGES = 32, 128  # that are looked at at a time: by each warp, and by all
@@ -32,7 +33,7 @@ MERGED = 16  # parts that are merged at a time: of every call, so that sums do n
 INVARIANT_KEYS, INVARIANT_PARTS = 1024, 64  # how a sequence is cut, whatever the others are
 WARPS = 4
 STAGES = 4
-MOST_BYTES = 98304  # of keys and values that wait: two programs of a GPU of 228 KiB, one of one of 100
+MOST_BYTES, LESS_BYTES = 98304, 49152  # of keys and values that wait, and of GPUs of little shared memory
 
 
 class PagedCall(NamedTuple):
@@ -74,9 +75,10 @@ def forward(
     tokens = 1 if call.invariant else -(-p.Q // sequences)
     rows = power(heads * tokens, LEAST_ROWS, MOST_ROWS if size <= WIDEST_ROWS else LEAST_ROWS)
     of_key = 2 * size * BYTES[p.dtype]  # and of its value
-    slices = WARPS if 2 * WARPS * LEAST_COLUMNS * of_key <= MOST_BYTES else WARPS // 2
+    most = LESS_BYTES if architecture(p.sm or 80) == 89 else MOST_BYTES
+    slices = WARPS if 2 * WARPS * LEAST_COLUMNS * of_key <= most else WARPS // 2
     columns = power(STEP_BYTES // (slices * of_key), LEAST_COLUMNS, MOST_COLUMNS)
-    stages = min(STAGES, 1 + MOST_BYTES // (slices * columns * of_key))
+    stages = min(STAGES, 1 + most // (slices * columns * of_key))
     if cut is None:
         cut = cut_of(call, slices * columns, sequences * p.G, BLOCKS * p.processors)
     scale, cap = scales(scoring)
