@@ -177,6 +177,18 @@ def one_query(pattern: Pattern, *, K: int = 700, starts: bool = False, **options
     gs.attention(q, k, v, pattern, **given, **options)
 
 
+def over_pages(pattern: Pattern, *, page: int, tokens: int = 1, **options: Any) -> None:
+    """Decoding over a cache in pages: sequences whose lengths the device alone knows, one of them empty."""
+    R, n = 4, -(-700 // page)
+    used = _integers(tokens, 701, R)
+    used[1] = 0
+    table = torch.randperm(R * n, device=CUDA).view(R, n).int()
+    edges = torch.arange(R + 1, device=CUDA, dtype=torch.int32) * tokens
+    shapes = (R * tokens, 8, 64), (R * n, page, 2, 64), (R * n, page, 2, 64)
+    q, k, v = (x.detach() for x in _drawn(torch.bfloat16, *shapes))
+    gs.varlen(q, k, v, edges, pattern=pattern, seqused_k=used, block_table=table, **options)
+
+
 def chosen(score: str, **options: Any) -> None:
     q, k = (x.detach() for x in _drawn(torch.bfloat16, (1, 4, 500, 64), (1, 2, 500, 64)))
     gs.topk_blocks(q, k, causal=True, score=score, **options)
@@ -321,6 +333,14 @@ FAMILIES = {
             "causal": partial(one_query, gs.Causal()),
             "window": partial(one_query, gs.SlidingWindow(100)),
             "first keys, soft cap": partial(one_query, gs.Causal(), starts=True, softcap=5.0),
+        },
+    ),
+    "pages by table": Family(
+        ("kernels/triton/paged",),
+        {
+            "causal": partial(over_pages, gs.Causal(), page=16),
+            "window and sinks, four tokens": partial(over_pages, gs.SlidingWindow(100, sinks=4), page=64, tokens=4),
+            "pages of 1, cut alike": partial(over_pages, gs.Causal(), page=1, batch_invariant=True),
         },
     ),
     "triton gather": Family(
