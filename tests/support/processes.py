@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
@@ -48,3 +53,22 @@ def compile_all(number):
     for function, facts, options in work:
         relaunch.compiled_for(function, facts, {**options, "enable_fp_fusion": True}, int(sys.argv[1]))
 """
+
+
+def triton_on_a_cpu(monkeypatch: pytest.MonkeyPatch, structure: Any, name: str) -> Iterator[None]:
+    """The steps of a fixture: kernels in Triton compute calls on a CPU, and the function that makes structure fails."""
+    from gossamer.kernels.triton import IMPLEMENTATION
+    from gossamer.memo import forget_all
+    from gossamer.torch import decoding
+
+    def structured(*_: Any) -> Any:
+        raise AssertionError("structure was made")
+
+    limits = replace(IMPLEMENTATION.capability, devices=frozenset({"cpu"}), min_sm=None)
+    monkeypatch.setattr(type(IMPLEMENTATION), "capability", limits)
+    monkeypatch.setattr(structure, name, structured)
+    for forget in (forget_all, decoding.sees_on.cache_clear):
+        forget()
+    yield
+    for forget in (forget_all, decoding.sees_on.cache_clear):
+        forget()

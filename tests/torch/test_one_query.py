@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.torch import calls, decoding, request
+from gossamer.torch import calls, request
 from tests.support.host_reads import nothing_waits
-from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.processes import INTERPRETING, compiled, in_interpreter, triton_on_a_cpu
 
 pytest.importorskip("triton")
 
@@ -119,20 +119,7 @@ if INTERPRETING:
     @pytest.fixture
     def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """The kernels of Triton compute calls on a CPU, and structure is not made."""
-        from gossamer.kernels.triton import IMPLEMENTATION
-        from gossamer.memo import forget_all
-
-        def structured(*_: Any) -> Any:
-            raise AssertionError("structure was made")
-
-        limits = dataclasses.replace(IMPLEMENTATION.capability, devices=frozenset({"cpu"}), min_sm=None)
-        monkeypatch.setattr(type(IMPLEMENTATION), "capability", limits)
-        monkeypatch.setattr(request, "structured", structured)
-        for forget in (forget_all, decoding.sees_on.cache_clear):
-            forget()
-        yield
-        for forget in (forget_all, decoding.sees_on.cache_clear):
-            forget()
+        yield from triton_on_a_cpu(monkeypatch, request, "structured")
 
     @pytest.mark.parametrize("name", RULES)
     def test_what_is_seen(on_a_cpu: None, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 import gossamer as gs
-from gossamer.torch import calls, decoding, paged, paged_kernel
+from gossamer.torch import calls, paged, paged_kernel
 from gossamer.torch.explain import BY_TABLE
-from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.processes import INTERPRETING, compiled, in_interpreter, triton_on_a_cpu
 from tests.torch.test_device_structure import RULES
 from tests.torch.test_pages import LAYOUTS, RIGHT, WRONG, Case, check, cu, drawn, kv, mixed, packed, q, run
 
@@ -52,20 +51,7 @@ if INTERPRETING:
     @pytest.fixture
     def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """The kernels of Triton compute calls on a CPU, and structure is not made."""
-        from gossamer.kernels.triton import IMPLEMENTATION
-        from gossamer.memo import forget_all
-
-        def structured(*_: Any) -> Any:
-            raise AssertionError("structure was made")
-
-        limits = dataclasses.replace(IMPLEMENTATION.capability, devices=frozenset({"cpu"}), min_sm=None)
-        monkeypatch.setattr(type(IMPLEMENTATION), "capability", limits)
-        monkeypatch.setattr(paged, "paged_layout", structured)
-        for forget in (forget_all, decoding.sees_on.cache_clear):
-            forget()
-        yield
-        for forget in (forget_all, decoding.sees_on.cache_clear):
-            forget()
+        yield from triton_on_a_cpu(monkeypatch, paged, "paged_layout")
 
     def narrow(case: Case, dtype: torch.dtype = torch.float32) -> Case:
         return case._replace(q=case.q.to(dtype), k=case.k.to(dtype), v=case.v.to(dtype))

@@ -88,16 +88,16 @@ def _arranged(text: str, places: tuple[int | None, ...], pointers: int) -> tuple
         places: of each parameter the pointer that is passed for it; None: a number.
         pointers: how many are passed.
     """
-    found = ENTRY.search(text)
-    assert found is not None, "PTX without an entry"
-    name, declared = found["name"], [line.strip() for line in found["parameters"].split(",")]
+    entry = ENTRY.search(text)
+    assert entry is not None, "PTX without an entry"
+    name, declared = entry["name"], [line.strip() for line in entry["parameters"].split(",")]
     scratch = len(declared) - len(places)
     assert 0 <= scratch <= SCRATCH and all(x.startswith(POINTER) for x in declared[len(places) :]), declared
     numbers = [at for at, place in enumerate(places) if place is None] + [*range(len(places), len(declared))]
     order = {at: pointers + n for n, at in enumerate(numbers)}
     order |= {at: place for at, place in enumerate(places) if place is not None}
     kinds = [POINTER] * pointers + [kind for kind, _, _ in (declared[at].rpartition(" ") for at in numbers)]
-    entry = ",\n".join(f"\t{kind} {name}_given_{at}" for at, kind in enumerate(kinds))
+    parameters = ",\n".join(f"\t{kind} {name}_given_{at}" for at, kind in enumerate(kinds))
     read = re.compile(rf"\b{name}_param_(?P<at>\d+)\b")
-    body = read.sub(lambda m: f"{name}_given_{order[int(m['at'])]}", text[found.end() :])
-    return f"{text[: found.start()]}.entry {name}(\n{entry}\n){body}", scratch
+    body = read.sub(lambda m: f"{name}_given_{order[int(m['at'])]}", text[entry.end() :])
+    return f"{text[: entry.start()]}.entry {name}(\n{parameters}\n){body}", scratch

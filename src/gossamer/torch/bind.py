@@ -61,9 +61,16 @@ def bind(
 
 
 def written(
-    body: list[str], parameters: Iterable[str], scope: dict[str, Any], device: torch.device
+    body: list[str], parameters: Iterable[str], scope: dict[str, Any], device: torch.device, operations: bool
 ) -> Callable[..., Any]:  # fmt: skip
-    """The function of these lines, which closes over the names in `scope` and runs on its device from any other."""
+    """The function of these lines, which closes over the names in `scope` and runs on its device from any other.
+
+    Args:
+        operations: whether some lines are operations, which autograd would see.
+    """
+    if operations:
+        scope |= {"below_autograd": _C._AutoDispatchBelowAutograd}
+        body = ["with below_autograd():", *(f"    {line}" for line in body)]
     if device.type == "cuda":
         # Not as a call of itself: a function that refers to itself, and all lists that it holds, wait for the
         # garbage collector, and those in the pool of a compiled CUDA graph would be found there.
@@ -126,11 +133,7 @@ class _Writer:
             self.lines.insert(0, f"waiting, {self.names[SHARED]}, ({parts}) = take()")
             self.lines.append("if waiting is not None: leave(waiting)")
         self.lines.append(f"return ({results})")
-        body = self.lines
-        if self.views_of_type:
-            self.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
-            body = ["with below_autograd():", *(f"    {line}" for line in body)]
-        call = written(body, given, self.scope, self.device)
+        call = written(self.lines, given, self.scope, self.device, operations=self.views_of_type)
         # Of an array that is passed by its address alone the text has no name: the function itself keeps it alive.
         call.layout = tuple(self.layout.values())  # type: ignore[attr-defined]
         return call

@@ -230,11 +230,7 @@ def _function(
             writer.lines.append(f"{' = '.join(dead)} = None")
     text = "".join(f"{writer.text(x)}, " for x in results)
     writer.lines.append(f"return ({text})")
-    body = writer.lines
-    if writer.operations:
-        writer.scope["below_autograd"] = _C._AutoDispatchBelowAutograd
-        body = ["with below_autograd():", *(f"    {line}" for line in body)]
-    function = written(body, parameters, writer.scope, device)
+    function = written(writer.lines, parameters, writer.scope, device, writer.operations)
     function.held = sum(x.nbytes for x in moved.values())  # type: ignore[attr-defined]
     function.outer = tuple(outer.values())  # type: ignore[attr-defined]  # the text may have their addresses alone
     order = list(places)

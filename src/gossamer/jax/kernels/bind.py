@@ -159,8 +159,8 @@ class _Run:
         pointers = {name: places[base] for name, (base, _) in bases.items()}
         call = targets.triton(step, pointers, len(given) + len(written))
         run = jax.ffi.ffi_call(call.target, [self._struct(x, True) for x in written], input_output_aliases=aliases)
-        found = run(*(there[base].reshape(-1) for base in given), **call.attributes)  # type: ignore[union-attr]
-        self.memory |= dict(zip(written, found, strict=True))
+        results = run(*(there[base].reshape(-1) for base in given), **call.attributes)  # type: ignore[union-attr]
+        self.memory |= dict(zip(written, results, strict=True))
 
     def _role(self, parameter: Parameter, base: str) -> tuple[Role, Array | None]:
         """What an array is to this call of a kernel, and its memory before."""

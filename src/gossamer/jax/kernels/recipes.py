@@ -190,12 +190,12 @@ def made_for(problem: Problem, scoring: Scoring, source: Source) -> Made:
             d: {name: np.asarray(y) for name, y in x.prepared.layout.items()} for d, x in described.items()
         }
         digest = hashlib.sha256(repr([(d, x.launch) for d, x in directed.items()]).encode()).hexdigest()
-        in_triton, layout = implementation_of(problem.dtype) == TRITON, described["forward"].layout
+        layout = described["forward"].layout
         gathers = isinstance(layout, GatherLayout)
-        if not in_triton:  # which may be in parts
+        if layout is None:  # in parts, of which some may gather
             gathers = any(name.endswith(GATHERED) for name in lists["forward"])
         pattern = source if isinstance(source, Pattern) else None
-        of_triton = layout if in_triton else None
+        of_triton = layout if implementation_of(problem.dtype) == TRITON else None
         return Made(Recipe(problem, scoring, directed, pattern, gathers, digest, of_triton), lists, source)
 
     return _recipes.get_or_make(key, make, lambda made: nbytes(made.lists))

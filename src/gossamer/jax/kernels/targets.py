@@ -21,7 +21,7 @@ import jax
 from gossamer.cute import store
 from gossamer.cute.parameters import Parameter, Role
 from gossamer.kernels.hopper import missing_packages
-from gossamer.kernels.launch import Kernel, Step
+from gossamer.kernels.launch import ALIGNMENT, Kernel, Step
 from gossamer.plan.table import load
 
 PACKAGE = "jax-tvm-ffi"
@@ -40,7 +40,6 @@ class Driver(NamedTuple):
 
 
 HOPPER, TRITON = "hopper", "triton"
-ALIGNED = 16  # bytes: XLA's memory is, and kernels are compiled for it
 
 
 def kind_of(kernel: Kernel) -> store.Kernel:
@@ -106,11 +105,11 @@ def triton(step: Step, places: Mapping[str, int], pointers: int) -> TritonCall:
 
     from gossamer.kernels.ptx import call_of
 
-    found = chip()
-    assert found is not None, "a kernel in Triton is compiled for a GPU that is there"
-    call = call_of(cast(Any, load(TRITON)).function(step.kernel.name), step, found.sm, places, pointers)
-    kernel = library.TritonKernel(call.name, call.warps, 1, call.shared, call.text, "", found.sm)
-    given = [library.create_array_parameter(0, ALIGNED)] * pointers
+    gpu = chip()
+    assert gpu is not None, "a kernel in Triton is compiled for a GPU that is there"
+    call = call_of(cast(Any, load(TRITON)).function(step.kernel.name), step, gpu.sm, places, pointers)
+    kernel = library.TritonKernel(call.name, call.warps, 1, call.shared, call.text, "", gpu.sm)
+    given = [library.create_array_parameter(0, ALIGNMENT)] * pointers
     given += [library.create_scalar_parameter(x.value, x.type) for x in call.numbers]
     opaque = zlib.compress(library.TritonKernelCall(kernel, *call.grid, given).to_proto(call.name, b""))
     return TritonCall("triton_kernel_call_ffi", {"name": call.name, "opaque": opaque})

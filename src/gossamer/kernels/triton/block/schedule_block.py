@@ -94,13 +94,9 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
 
 
 def items(
-    layout: BlockLayout,
-    transposed: bool,
-    copies: int,
-    processors: int,
-    limit: int | None = None,
+    layout: BlockLayout, transposed: bool, copies: int, processors: int, limit: int | None = None,
     fewest: int = FEWEST_TILES,
-) -> Items | None:
+) -> Items | None:  # fmt: skip
     """Longest-first work items, with rows split that would keep one processor busy for too long.
 
     None for most layouts that were made on a device: their programs then take one tile row each. `limit` replaces the
