@@ -13,6 +13,7 @@ help:
 	@echo "make demo | test | check | bench | docs | site | clean"
 	@echo "make gpu-test: what needs an NVIDIA GPU"
 	@echo "make test-more | slow | wheel | notebooks | jax | cosmos: slower, most in an environment of their own"
+	@echo "make thorough: all types, sizes and architectures"
 
 install: $(STAMP)
 
@@ -35,11 +36,15 @@ gpu-test:
 
 # What `test` leaves out: kernels compiled for every GPU and interpreted, and in environments of their own the site of
 # the documentation, the wheel, the notebooks, JAX and the simulation.
-.PHONY: test-more slow wheel notebooks jax cosmos
+.PHONY: test-more slow thorough wheel notebooks jax cosmos
 test-more: slow site wheel notebooks jax cosmos
 
 slow: $(STAMP)
-	$(PYTEST) -m slow tests
+	$(PYTEST) -m "slow and not thorough" tests
+
+# More types, sizes and architectures of what the slow tests show: before a release, not in CI.
+thorough: $(STAMP)
+	$(PYTEST) -m thorough tests
 
 # The JAX front end where torch is not installed: the conftest of the other tests imports it.
 jax: $(JAX)/.installed

@@ -30,4 +30,4 @@ else
   echo "install: no NVIDIA GPU, torch and jax from constraints/cpu.txt"
   constraints=(-c constraints/cpu.txt)
 fi
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" -e ".[$extras]"
+"$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "${constraints[@]}" -e ".[$extras]"

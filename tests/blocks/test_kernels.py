@@ -26,6 +26,7 @@ from gossamer.memo import Memo
 from tests.blocks.test_topk_blocks import case
 from tests.support.host_reads import nothing_waits
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
@@ -203,7 +204,7 @@ for columns, held, warps in ((512, 64, 1), (16384, 2048, 16)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [80, *more(90)])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 

@@ -17,6 +17,7 @@ from gossamer.entmax.hopper.support.configurations import SupportConfig
 from gossamer.kernels.hopper import missing_packages
 from tests.support.cubins import resources
 from tests.support.processes import compiled
+from tests.support.thorough import more
 
 CONFIGS = {
     "checked": SupportConfig("bfloat16", 64, 29, same=0.5, bounds="causal"),
@@ -120,21 +121,25 @@ assert len(made) == len(KERNELS), set(KERNELS) - made
 
 # The largest tiles of the kernel of supports: more than 32 of the k largest, and the largest head sizes.
 SELECTION = """
-for dtype, D, top_k in (("float32", 128, 57), ("float32", 256, 57), ("float32", 256, 8), ("float16", 256, 57)):
-    of_forward, _ = call(dtype, ((1, 1, 64, D),) * 2, 0.5, top_k)
-    compile_all(forward.prepare(of_forward, "lists", True))
+of_forward, _ = call(dtype, ((1, 1, 64, D),) * 2, 0.5, top_k)
+compile_all(forward.prepare(of_forward, "lists", True))
 assert len(made) == 2, made
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [90, *more(80)])
 def test_triton_kernels_compile(sm: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     compiled(COMPILE + SCRIPT, sm, cache=tmp_path)
 
 
 @pytest.mark.slow
-def test_what_selects_fits_for_all_types_and_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "D", "top_k"),
+    [("float32", 256, 57), *more(("float32", 128, 57), ("float32", 256, 8), ("float16", 256, 57))],
+)
+def test_what_selects_fits_for_all_types_and_sizes(dtype: str, D: int, top_k: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    compiled(COMPILE + SELECTION, 90, "select_kernel", "large_kernel", cache=tmp_path)
+    script = f"{COMPILE}dtype, D, top_k = {dtype!r}, {D}, {top_k}\n{SELECTION}"
+    compiled(script, 90, "select_kernel", "large_kernel", cache=tmp_path)

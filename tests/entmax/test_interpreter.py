@@ -12,7 +12,7 @@ import gossamer as gs
 from gossamer.memo import forget_all
 from tests.support.processes import INTERPRETING, in_interpreter
 
-SEEDS = 16
+SEEDS = 8
 PARTS = 4
 
 pytest.importorskip("triton")

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-# Compiling is most of what these tests do; one thread a worker.
+# Compiling is most of what these tests do: without optimization, and by the emitters that take half the time; one
+# thread a worker.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

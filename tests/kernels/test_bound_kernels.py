@@ -25,12 +25,13 @@ from gossamer.torch.structure.base import Joined, Positions, Sizes, Structure
 from gossamer.torch.structure.fused_bounds import fused_bounds
 from gossamer.torch.structure.inputs import Inputs, _bounds
 from tests.support.processes import INTERPRETING, LAUNCHES, compiled, in_interpreter
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
 from gossamer.kernels.structure import bounds as bounds_kernels
 
-CASES = int(os.environ.get("BOUND_CASES", "200"))
+CASES = int(os.environ.get("BOUND_CASES", "60" if INTERPRETING else "200"))
 FAR = 2**62
 
 
@@ -162,7 +163,7 @@ compile_all(12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("sm", [90, *more(80, 100)])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -153,9 +153,23 @@ def name_of(kernel: Shipped) -> str:
     return "-".join(str(value) for value in (kernel.kind, *values))
 
 
+def shown_first(found: Iterable[tuple[Any, ...]], config_of: Callable[[Any], Any]) -> list[Any]:
+    """The parameters of tests: sizes that fill a chip in bfloat16; those between, and float16, are thorough."""
+
+    def is_shown(config: Any) -> bool:
+        dtype = getattr(config, "dtype", config)  # small kernels are told the type alone
+        size = getattr(config, "D", getattr(config, "size", 128))
+        return dtype == "float32" or (dtype == "bfloat16" and size in (128, 256))
+
+    marks = ((), pytest.mark.thorough)
+    return [pytest.param(*x, marks=marks[not is_shown(config_of(x))]) for x in found]
+
+
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", shipped(), ids=name_of)
+@pytest.mark.parametrize(
+    "kernel", shown_first(((kernel,) for kernel in shipped()), lambda x: x[0].arguments[0]), ids=name_of
+)
 def test_every_shipped_kernel_compiles(kernel: Shipped) -> None:
     registers, stack = resources(kernel.kernel.object(*kernel.arguments))
     assert registers and max(registers) <= 255, registers
@@ -212,7 +226,7 @@ def made_when_needed() -> Iterator[tuple[str, Any]]:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "config"), list(made_when_needed()), ids=repr)
+@pytest.mark.parametrize(("kind", "config"), shown_first(made_when_needed(), lambda x: x[1]), ids=repr)
 def test_what_is_made_when_needed_compiles(kind: str, config: Any) -> None:
     from gossamer.kernels.hopper import compiled
     from gossamer.particles.kernels import compiled as of_particles

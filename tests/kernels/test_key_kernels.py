@@ -22,6 +22,7 @@ from gossamer.layouts.gather import GatherLayout, GatherWalk
 from gossamer.torch import device_arrays, fused_structure
 from tests.layouts.test_device_layouts import draw_bounds
 from tests.support.processes import INTERPRETING, LAUNCHES, compiled, in_interpreter
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
@@ -29,7 +30,7 @@ from gossamer.kernels.structure import key_rows as key_rows_kernels
 from gossamer.kernels.triton.gather import device_items as device_items_kernels
 from gossamer.kernels.triton.gather.schedule_gather import Work, _work_by_capacity
 
-CASES = int(os.environ.get("KEY_CASES", "32"))
+CASES = int(os.environ.get("KEY_CASES", "12" if INTERPRETING else "32"))
 COUNT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -169,7 +170,7 @@ compile_all(13)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("sm", [90, *more(80, 100)])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 

@@ -21,6 +21,7 @@ from gossamer.kernels.ptx import Call, Number, call_of
 from gossamer.kernels.triton import IMPLEMENTATION, KERNELS
 from gossamer.patterns import BigBird, Dilated, Pattern
 from gossamer.plan.problem import Problem
+from tests.support.thorough import more
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -80,7 +81,7 @@ def test_numbers_that_a_kernel_is_compiled_for_are_not_passed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [90, *more(80)])
 @pytest.mark.parametrize("pattern", [BigBird(64), Dilated(8, 0, dilation=3)], ids=str)
 def test_the_text_of_a_call_is_taken_by_the_assembler(pattern: Pattern, sm: int, tmp_path: Path) -> None:
     Q, D = 700, 64

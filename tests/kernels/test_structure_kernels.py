@@ -21,6 +21,7 @@ from gossamer.torch import device_arrays
 from gossamer.torch.structure.base import Sizes
 from tests.layouts.test_device_layouts import draw_bounds, draw_size
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
@@ -36,7 +37,7 @@ from gossamer.kernels.structure import unions as unions_kernels
 from gossamer.layouts.device.arrays import BlockLists, IntervalLists, KeyUnions
 from gossamer.patterns.reach import Bounds
 
-CASES = int(os.environ.get("STRUCTURE_CASES", "40"))
+CASES = int(os.environ.get("STRUCTURE_CASES", "16" if INTERPRETING else "40"))
 COUNT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -338,6 +339,6 @@ for kernel, form in work:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("sm", [90, *more(80, 100)])
 def test_kernels_compile(sm, tmp_path):
     compiled(COMPILE, sm, cache=tmp_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import compiled
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
@@ -65,7 +66,7 @@ for dtype, size in (("bfloat16", 128), ("float16", 40), ("float32", 256)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize("sm", [89, 90, *more(80, 100)])
 def test_shipped_configurations_compile(sm: int, dtype: str, tmp_path: Path) -> None:
     work = f"work = [w for w in shipped(sm) if w[2].dtype == {dtype!r}]"
     compiled(COMPILE.format(work=work), sm, cache=tmp_path)

@@ -30,12 +30,13 @@ from gossamer.torch.bind import bind
 from tests.particles import units
 from tests.support.launches import poisoned
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
 from gossamer.particles.triton import launch
 
-CASES = int(os.environ.get("PARTICLE_CASES", "24"))
+CASES = int(os.environ.get("PARTICLE_CASES", "12" if INTERPRETING else "24"))
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 interprets = pytest.mark.skipif(not INTERPRETING, reason="interprets")
 
@@ -314,7 +315,7 @@ for brought, width in (((), 4), (("a",), 4), (("a", "b"), 8)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [80, *more(90)])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 

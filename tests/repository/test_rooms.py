@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import pytest
 
 from gossamer.plan.table import NAMES
+from tests.support.thorough import more
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -89,6 +90,7 @@ CONTRACTS = {
 }
 INTERFACES = ("", "jax")  # files of that name, without "gossamer."
 OPERATIONS = ("entmax", "sparse_k", "blocks", "particles")
+USERS = {"cosmos": ("particles",), "nn": ("entmax", "sparse_k", "particles")}  # of operations
 # Tests of the core that take seconds.
 CORE = ("torch/test_attention_op.py", "torch/test_host_cost.py", "torch/test_known_calls.py", "plan")
 
@@ -357,10 +359,10 @@ def test_what_is_wrong_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_core_runs_without_an_operation(tmp_path: Path, operation: str) -> None:
-    """Its folder is off the path, with those that use it: the tests of `attention` from torch pass."""
-    gone = {operation, *(("cosmos",) if operation == "particles" else ("nn",) if operation != "blocks" else ())}
+@pytest.mark.parametrize("gone", [OPERATIONS, *more(*((name,) for name in OPERATIONS))], ids="-".join)
+def test_the_core_runs_without_operations(tmp_path: Path, gone: tuple[str, ...]) -> None:
+    """Their folders are off the path, with those that use them: the tests of `attention` from torch pass."""
+    gone += tuple(user for user, used in USERS.items() if {*used} & {*gone})
     ignored = shutil.ignore_patterns("__pycache__", *gone)
     shutil.copytree(SRC / "gossamer", tmp_path / "gossamer", ignore=ignored)
     tests = [ROOT / "tests" / name for name in CORE]

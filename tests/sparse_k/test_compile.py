@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import compiled
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
@@ -102,7 +103,7 @@ if size == 64:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sm", "size"), [(80, 64), (80, 128), (80, 256), (89, 128), (89, 256), (90, 64), (90, 128), (90, 256)]
+    ("sm", "size"), [(89, 256), (90, 128), *more((80, 64), (80, 128), (80, 256), (89, 128), (90, 64), (90, 256))]
 )
 def test_kernels_compile(sm: int, size: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, size, cache=tmp_path)

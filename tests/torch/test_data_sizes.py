@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gossamer as gs
 from gossamer.torch.structure import operator
+from tests.support.thorough import more
 
 N, H, D = 100, 4, 16
 PATTERNS = {"dense": None, "causal": gs.Causal(), "window": gs.SlidingWindow(9, 3), "dilated": gs.Dilated(9, 0, 4)}
@@ -168,7 +169,7 @@ def test_compiled_where_torch_does_not_tell(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["packed", "edges", "every n-th key", "lists of keys", "lists of blocks"])
+@pytest.mark.parametrize("name", ["packed", "lists of keys", *more("edges", "every n-th key", "lists of blocks")])
 def test_compiled_by_inductor(name: str) -> None:
     check_compiled(name)
 

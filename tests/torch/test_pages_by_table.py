@@ -14,6 +14,7 @@ import gossamer as gs
 from gossamer.torch import calls, paged, paged_kernel
 from gossamer.torch.explain import BY_TABLE
 from tests.support.processes import INTERPRETING, compiled, in_interpreter, triton_on_a_cpu
+from tests.support.thorough import more
 from tests.torch.test_device_structure import RULES
 from tests.torch.test_pages import LAYOUTS, RIGHT, WRONG, Case, check, cu, drawn, kv, mixed, packed, q, run
 
@@ -236,6 +237,6 @@ for dtype, H, G, D, E, page, n, reaches, steps in calls:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 89, 90, 100])
+@pytest.mark.parametrize("sm", [89, *more(80, 90, 100)])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
