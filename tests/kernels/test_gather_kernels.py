@@ -55,6 +55,8 @@ ON_DEVICE = [
 # Unions of groups, too, where lists are cut and shared.
 LISTED = [(case, 1) for case in ON_DEVICE] + [(case, 16) for case in ON_DEVICE if case.name.endswith("-cut")]
 ALL = SCATTERED + [case for case in CASES if case.name in NAMES]
+# Single rows have kernels of their own; groups of several sizes share the code of others and take turns.
+TURNS = [(case, n) for at, case in enumerate(ALL) for n in (1, GROUP_SIZES[1 + at % (len(GROUP_SIZES) - 1)])]
 
 
 def listed(mask: np.ndarray, block_q: int, device: str) -> GatherLayout:
@@ -155,7 +157,7 @@ else:
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(4))
     def test_in_the_interpreter(part: int) -> None:
-        tests = [f"test_case[{case.name}-{rows}]" for case in ALL for rows in GROUP_SIZES][part::4]
+        tests = [f"test_case[{case.name}-{rows}]" for case, rows in TURNS][part::4]
         tests += [f"test_lists_of_a_device[{case.name}-{rows}]" for case, rows in LISTED][part::4]
         if part == 0:
             tests += [
@@ -177,10 +179,9 @@ LARGE = [
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch finds none")
 class TestOnGPU:
-    # Single rows have kernels of their own; groups of several sizes share the code of others and take turns.
     @pytest.mark.parametrize(
         ("case", "block_q"),
-        [(case, n) for at, case in enumerate(ALL) for n in (1, GROUP_SIZES[1 + at % (len(GROUP_SIZES) - 1)])],
+        TURNS,
         ids=lambda x: x.name if isinstance(x, Case) else str(x),
     )
     def test_case(self, case: Case, block_q: int) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_type_hints
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -20,7 +19,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.launch import ALIGNMENT, Argument, Builder, Constant, Group, Kernel, Launched, Operand
+from gossamer.kernels.launch import ALIGNMENT, BYTES, Argument, Builder, Constant, Group, Kernel, Launched, Operand
 
 
 class Pointer(NamedTuple):
@@ -169,11 +168,19 @@ def parameters(function: Any) -> dict[str, Any]:
     return {name: kind if hasattr(kind, "_fields") else None for name, kind in kinds.items()}
 
 
+class _Type(str):
+    """Stands for the type of an array's elements."""
+
+    @property
+    def itemsize(self) -> int:
+        return BYTES[self]
+
+
 class _Memory:
     """Stands for an array while a kernel is compiled."""
 
     def __init__(self, dtype: str, aligned: bool) -> None:
-        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.dtype = _Type(dtype)
         self.address = 0 if aligned else ALIGNMENT // 2
 
     def data_ptr(self) -> int:
@@ -231,6 +238,8 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
     whole = x, y, z  # as a compiled kernel wants it
     hooked = compiled[whole]  # loads the kernel
     run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    import torch
+
     device, stream = torch.cuda.current_device(), torch._C._cuda_getCurrentRawStream
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
@@ -252,6 +261,8 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) 
         arguments: tensors, numbers and tuples of integers, by place.
         named: other arguments, the kernel's constants, and options of the launch.
     """
+    import torch
+
     numbers = len(arguments)
     given = arguments + tuple(map(named.pop, _names(function)[numbers:]))
     if knobs.runtime.interpret:
@@ -279,6 +290,8 @@ def _kept(
     function: Any, grid: tuple[int, ...], device: int, facts: tuple[Any, ...], options: tuple[tuple[str, Any], ...]
 ) -> Callable[..., None]:
     """`launcher` on the current device; of a tensor the facts are its type, and behind it whether it is aligned."""
+    import torch
+
     left = iter(facts)
     signature = [
         Pointer(str(x).removeprefix("torch."), next(left)) if isinstance(x, torch.dtype) else 0.5 if x is float else x

@@ -230,9 +230,7 @@ def _described(problem: Problem, scoring: Scoring, source: Source, direction: Di
             prepared = call.forward() if direction == "forward" else call.backward()
             return _Described(with_own(prepared, results), operands, None)
         selected = edge.select(plan, source, scoring.q_offset)
-    # Launches in Triton are described over tensors of torch, which share the memory of numpy's arrays.
-    layout = selected.layout if name == HOPPER else selected.layout.to("cpu")
-    prepared = selected.implementation.prepare(problem, layout, direction, scoring, operands)
+    prepared = selected.implementation.prepare(problem, selected.layout, direction, scoring, operands)
     return _Described(with_own(prepared, results), operands, selected.layout)
 
 

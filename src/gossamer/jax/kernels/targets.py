@@ -120,7 +120,7 @@ def missing_for_triton() -> list[str]:
     """What of the packages that run kernels in Triton from JAX is not installed."""
     loaded = load(TRITON)
     if isinstance(loaded, str):
-        return [f"needs the packages triton and torch, which compile them: {loaded}"]
+        return [f"needs the package triton, which compiles them: {loaded}"]
     from jaxlib import gpu_triton
 
     return [] if hasattr(gpu_triton, "TritonKernel") else ["jaxlib's CUDA plugin has no target for kernels in Triton"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import triton
 
 from gossamer.kernels import relaunch
@@ -48,7 +47,9 @@ class Triton:
     )
 
     def unavailable(self) -> list[str]:
-        """Why nothing can run here."""
+        """Why nothing can run here, from torch."""
+        import torch
+
         if torch.cuda.is_available() or triton.knobs.runtime.interpret:
             return []
         return ["torch finds no CUDA device"]

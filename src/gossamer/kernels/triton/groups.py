@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
+from gossamer.kernels.arrays import Array
 from gossamer.kernels.relaunch import Strides
 
 
@@ -54,39 +53,39 @@ class KeyStrides(NamedTuple):
 class ForwardResults(NamedTuple):
     """What a forward writes: results, and the parts of rows whose list is split."""
 
-    out: Tensor  # (B, H, Q, E)
-    lse: Tensor  # (B, H, Q)
-    part_acc: Tensor  # (copies, slots, TILE_ROWS, E)
-    part_ml: Tensor  # (copies, slots, 2, TILE_ROWS)
+    out: Array  # (B, H, Q, E)
+    lse: Array  # (B, H, Q)
+    part_acc: Array  # (copies, slots, TILE_ROWS, E)
+    part_ml: Array  # (copies, slots, 2, TILE_ROWS)
 
 
 class QueryResults(NamedTuple):
     """dQ, and the parts of rows whose list is split."""
 
-    dq: Tensor  # (B, H, Q, D)
-    part: Tensor  # (copies, slots, TILE_ROWS, D)
+    dq: Array  # (B, H, Q, D)
+    part: Array  # (copies, slots, TILE_ROWS, D)
 
 
 class KeyResults(NamedTuple):
     """dK and dV, and the parts of rows whose list is split."""
 
-    dk: Tensor  # (B, heads, K, D)
-    dv: Tensor  # (B, heads, K, E)
-    part_dk: Tensor  # (copies, slots, TILE_ROWS, D)
-    part_dv: Tensor  # (copies, slots, TILE_ROWS, E)
+    dk: Array  # (B, heads, K, D)
+    dv: Array  # (B, heads, K, E)
+    part_dk: Array  # (copies, slots, TILE_ROWS, D)
+    part_dv: Array  # (copies, slots, TILE_ROWS, E)
 
 
 class ForwardTerms(NamedTuple):
     """Tensors among the score terms."""
 
-    lengths: Tensor  # (B,)
-    sinks: Tensor  # (H,)
-    slopes: Tensor  # (H,) or (B, H)
+    lengths: Array  # (B,)
+    sinks: Array  # (H,)
+    slopes: Array  # (H,) or (B, H)
 
 
 class BackwardTerms(NamedTuple):
     """Tensors among the score terms, and what a backward needs of each query row."""
 
-    row_terms: Tensor  # (2, B, H, padded_Q): lse in base 2, delta
-    lengths: Tensor  # (B,)
-    slopes: Tensor  # (H,) or (B, H)
+    row_terms: Array  # (2, B, H, padded_Q): lse in base 2, delta
+    lengths: Array  # (B,)
+    slopes: Array  # (H,) or (B, H)

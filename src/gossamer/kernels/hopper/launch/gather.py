@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from gossamer.kernels.arrays import zeros
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.choice import gather_config
 from gossamer.kernels.hopper.device.gather.configurations import ROWS, GatherConfig
@@ -26,7 +27,6 @@ from gossamer.kernels.hopper.launch.arguments import (
     unread,
 )  # fmt: skip
 from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms, run
-from gossamer.kernels.hopper.schedule.arrays import zeros
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.rows import sharing, work
 from gossamer.kernels.launch import Builder, Operand, Prepared, compact

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.cute.merges import MERGE, PartMerge
+from gossamer.kernels.arrays import Array, placed, zeros
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.hopper.device.rows.configurations import SIZES, RowsConfig
 from gossamer.kernels.hopper.launch.arguments import (
@@ -22,7 +23,6 @@ from gossamer.kernels.hopper.launch.arguments import (
     unread,
 )
 from gossamer.kernels.hopper.launch.backward import done, gradients, row_terms
-from gossamer.kernels.hopper.schedule.arrays import Array, placed, zeros
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared
 from gossamer.layouts.gather import GatherLayout, item_limit
 from gossamer.layouts.gather_items import GatherItems, gather_items

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gossamer.cute.configurations import Clears
-from gossamer.kernels.hopper.schedule.arrays import Array, placed
+from gossamer.kernels.arrays import Array, placed
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.kept import every_row_kept, rows_kept
 from gossamer.memo import Memos

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gossamer.cute.column_items import LISTS, SEGMENT, ColumnItem, Segment
-from gossamer.kernels.hopper.schedule.arrays import Array, namespace, places
+from gossamer.kernels.arrays import Array, namespace, places
 from gossamer.kernels.hopper.schedule.cuts import cut_rows
 from gossamer.kernels.hopper.schedule.rows import Work, for_every_head, has_kernels
 from gossamer.kernels.hopper.schedule.words import filled, list_words, listed, within

@@ -7,7 +7,7 @@ from heapq import heapreplace
 import numpy as np
 
 from gossamer.cute.merges import MERGE, PartMerge
-from gossamer.kernels.hopper.schedule.arrays import Array, descending, namespace, places, zeros
+from gossamer.kernels.arrays import Array, descending, namespace, places, zeros
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, place_words
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk

@@ -12,7 +12,7 @@ import numpy as np
 
 from gossamer.cute.column_items import ColumnItem
 from gossamer.cute.row_items import RowItem
-from gossamer.kernels.hopper.schedule.arrays import Array, placed
+from gossamer.kernels.arrays import Array, placed
 from gossamer.kernels.hopper.schedule.columns import column_work
 from gossamer.kernels.hopper.schedule.lists import Lists, lists, table_of, there_and_back
 from gossamer.kernels.hopper.schedule.rows import Work, sharing, work

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.kernels.hopper.schedule.arrays import Array, copied, namespace, placed, zeros
+from gossamer.kernels.arrays import Array, copied, namespace, placed, zeros
 from gossamer.kernels.hopper.schedule.attended import with_attended
 from gossamer.kernels.hopper.schedule.words import entries
 from gossamer.kernels.launch import ALIGNMENT

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gossamer.cute.row_items import ITEM, LISTS, RowItem
-from gossamer.kernels.hopper.schedule.arrays import Array, ascending, int32, int64, namespace, placed, places, ratio
+from gossamer.kernels.arrays import Array, ascending, int32, int64, namespace, placed, places, ratio
 from gossamer.kernels.hopper.schedule.cuts import FEW, ROUNDS, SLACK, cut_rows, parts_by_capacity
 from gossamer.kernels.hopper.schedule.words import Ranges, filled, list_words, listed, place_words
 from gossamer.kernels.packages import has_triton

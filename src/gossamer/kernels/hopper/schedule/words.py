@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.cute.row_items import RowItem
-from gossamer.kernels.hopper.schedule.arrays import Array, int32, namespace, zeros
+from gossamer.kernels.arrays import Array, int32, namespace, zeros
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from gossamer.kernels.arrays import Array
 
 
 class TileList(NamedTuple):
     """One list of a walk, as `layouts.walk.TileList`: a run of packed tile columns for each tile row."""
 
-    starts: Tensor
-    counts: Tensor
-    indices: Tensor
+    starts: Array
+    counts: Array
+    indices: Array
 
 
 class Lists(NamedTuple):
     """A walk and its work items."""
 
-    items: Tensor  # (n, ITEM) of `layouts.items`
+    items: Array  # (n, ITEM) of `layouts.items`
     tiles: tuple[TileList, ...]  # by mode: full, interval, bits
-    lo: Tensor
-    hi: Tensor
-    pool_index: Tensor
-    pool: Tensor
+    lo: Array
+    hi: Array
+    pool_index: Array
+    pool: Array
 
 
 class Numbers(NamedTuple):

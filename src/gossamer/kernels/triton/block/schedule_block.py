@@ -1,7 +1,8 @@
 """Which programs run for a walk, and what they need to know of it: which lists exist, which are ranges, work items.
 
 Computed once for each walk and kept as long as the walk lives. Nothing is read back from a device: what only the
-values could tell is known for layouts that were built on the host, and assumed not to hold for the others.
+values could tell is known for layouts that were built on the host, and assumed not to hold for the others. Of numpy's
+arrays numpy's are made, of torch's tensors tensors where they are.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from gossamer.kernels.arrays import Array, namespace, placed, words
 from gossamer.kernels.triton.block import parameters
 from gossamer.kernels.triton.block.parameters import Lists
 from gossamer.kernels.triton.split_rows import SplitRows
@@ -32,8 +30,8 @@ from gossamer.plan.problem import Problem
 class Items:
     """Work items of a walk on the device of the layout: see `gossamer.layouts.work_list.WorkItems`."""
 
-    items: Tensor  # (n, ITEM) int32
-    merges: Tensor  # (m, MERGE) int32
+    items: Array  # (n, ITEM) int32
+    merges: Array  # (m, MERGE) int32
     slots: int
 
 
@@ -41,7 +39,7 @@ class Items:
 class WalkFacts:
     """What is known of a walk without reading its values from a device."""
 
-    arrays: tuple[Tensor, ...]  # as `Walk.arrays`, contiguous
+    arrays: tuple[Array, ...]  # as `Walk.arrays`, contiguous
     has: tuple[bool, ...]  # by KINDS: a list has any entry
     contiguous: tuple[bool, ...]  # by KINDS: every row's list is a range of tiles
     listed: int | None  # tiles in all lists; None when it would have to be read from a device
@@ -56,10 +54,9 @@ _lock = Lock()
 
 
 def host_walk(layout: BlockLayout, transposed: bool) -> Walk | None:
-    """The numpy walk that a layout on a device was copied from, if there is one."""
-    if layout.host is None:
-        return None
-    return layout.host.columns if transposed else layout.host.rows
+    """The numpy walk that a layout was copied from, or is; None where a device made it."""
+    host = layout if layout.device is None else layout.host
+    return None if host is None else host.columns if transposed else host.rows
 
 
 def is_range(tiles: TileList) -> bool:
@@ -72,7 +69,7 @@ def is_range(tiles: TileList) -> bool:
 
 
 def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
-    """The facts of one direction of a layout of torch tensors."""
+    """The facts of one direction of a layout."""
     walk = layout.columns if transposed else layout.rows
     found = _facts.get(walk)
     if found is not None:
@@ -87,7 +84,7 @@ def facts(layout: BlockLayout, transposed: bool) -> WalkFacts:
         contiguous = tuple(is_range(tiles) for tiles in host.lists.values())
         lengths = row_lengths(host)
         listed, longest = int(lengths.sum()), int(lengths.max(initial=0))
-    arrays = tuple(a.contiguous() for a in walk.arrays())
+    arrays = tuple(map(words, walk.arrays()))
     found = WalkFacts(arrays, has, contiguous, listed, longest, unkept, Memo(LEAST), Memo(LEAST))
     with _lock:
         return _facts.setdefault(walk, found)
@@ -109,8 +106,8 @@ def items(
 
     def make() -> Items:
         made = work_items(host, most)
-        listed, merges = (torch.from_numpy(np.ascontiguousarray(x)) for x in (made.items, made.merges))
-        return Items(listed.to(layout.device), merges.to(layout.device), made.slots)
+        listed, merges = (placed(words(x), layout.device) for x in (made.items, made.merges))
+        return Items(listed, merges, made.slots)
 
     return known.items.get_or_make(most, make)
 
@@ -125,6 +122,7 @@ def _by_capacity(walk: Walk, copies: int, processors: int, limit: int | None, fe
     parts = -(-most // item_limit(rows * most, most, copies, processors, limit, fewest)) if most else 1
     if walk.tiles > 1 or parts == 1:
         return None
+    torch = namespace(walk.lo)
     lengths = torch.stack([tiles.counts.reshape(-1) for tiles in walk.lists.values()]).sum(0)
     at = torch.arange(rows * parts, device=lengths.device)
     row, part = at // parts, at % parts
@@ -143,7 +141,7 @@ class Schedule:
 
     size: int  # items, or tile rows without them, of one broadcast copy
     split_rows: SplitRows
-    lists: Lists  # of tensors of the layout
+    lists: Lists  # of arrays of the layout
     constants: dict[str, Any]
 
 

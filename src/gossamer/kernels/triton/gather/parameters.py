@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from gossamer.kernels.arrays import Array
 
 
 class RowLists(NamedTuple):
     """A walk of single rows and its work items."""
 
-    items: Tensor  # (n, ITEM) of `layouts.items`
-    longest: Tensor  # (programs,), as `schedule_gather.Work.longest` has it
-    indices: Tensor
+    items: Array  # (n, ITEM) of `layouts.items`
+    longest: Array  # (programs,), as `schedule_gather.Work.longest` has it
+    indices: Array
 
 
 class TileLists(NamedTuple):
     """A walk of groups of rows and its work items."""
 
-    items: Tensor  # (n, ITEM) of `layouts.items`
-    indices: Tensor
-    bits: Tensor
+    items: Array  # (n, ITEM) of `layouts.items`
+    indices: Array
+    bits: Array
 
 
 class ForwardNumbers(NamedTuple):

@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from gossamer.kernels.arrays import Array, namespace, placed, words, zeros
 from gossamer.kernels.launch import BYTES
 from gossamer.kernels.triton.config import Direction
 from gossamer.kernels.triton.gather.config import GroupConfig, RowConfig, group_config, piece, row_config
-from gossamer.kernels.triton.gather.device_items import device_items, longest_of
 from gossamer.kernels.triton.gather.parameters import RowLists, TileLists
 from gossamer.kernels.triton.split_rows import SplitRows
 from gossamer.layouts.gather import GatherLayout, GatherWalk, item_limit
@@ -28,29 +26,33 @@ MOST_OF_A_DIMENSION = 65535
 
 @dataclass(frozen=True)
 class Work:
-    """The items of a walk, on its device: (n, ITEM) int32, longest first, with the fields of `layouts.items`.
+    """The items of a walk, where it is: (n, ITEM) int32, longest first, with the fields of `layouts.items`.
 
     begin and end count columns from the start of `indices`, in units of the walk's width.
     """
 
-    items: Tensor
-    merges: Tensor  # (m, MERGE) int32
+    items: Array
+    merges: Array  # (m, MERGE) int32
     slots: int
     known: bool = False  # to the host
 
-    def longest(self, each: int) -> Tensor:
+    def longest(self, each: int) -> Array:
         """(groups,) int32: units of the longest of each `each` items; negative where one is a part of a cut list.
 
         Of a layout of the host by way of that: what is copied from there is complete for every stream.
         """
-        if self.items.is_cuda and not self.known:
+        device = None if isinstance(self.items, np.ndarray) else self.items.device
+        if not self.known and device is not None and device.type == "cuda":
+            from gossamer.kernels.triton.gather.device_items import longest_of
+
             return longest_of(self.items, each)
-        items, groups = self.items.cpu() if self.known else self.items, -(-len(self.items) // each)
-        length, slot = items.new_zeros(groups * each), items.new_full((groups * each,), -1)
+        items, groups = self.items.cpu() if self.known and device else self.items, -(-len(self.items) // each)
+        length, slot = zeros((groups * each,), items), zeros((groups * each,), items) - 1
         length[: len(items)] = items[:, END] - items[:, BEGIN]
         slot[: len(items)] = items[:, SLOT]
-        longest = length.view(groups, each).amax(1)
-        return torch.where(slot.view(groups, each).amax(1) < 0, longest, -longest).to(self.items.device)
+        xp = namespace(items)
+        longest, slots = (xp.amax(x.reshape(groups, each), 1) for x in (length, slot))
+        return placed(xp.where(slots < 0, longest, -longest), device)
 
 
 _work: Memos[Work] = Memos()  # of walks
@@ -72,15 +74,17 @@ def work_of(p: Problem, layout: GatherLayout, transposed: bool, heads: int, copi
         limit = item_limit(groups, copies, steps, walk.width, p.processors)
     most = limit
 
-    on_gpu = walk.indices.is_cuda
-
     def make() -> Work:
-        if layout.host is None:
-            assert layout.apart, "lists that share entries may hold more than there is room for"
-            lists = walk.for_heads(heads)
-            return Work(*device_items(lists, most, steps // most)) if on_gpu else _work_by_capacity(lists, most, steps)
-        source = layout.host.columns if transposed else layout.host.rows
-        return _make_work(source.for_heads(heads), most, walk.indices.device)
+        host = layout if layout.device is None else layout.host
+        if host is not None:
+            return _make_work((host.columns if transposed else host.rows).for_heads(heads), most, layout.device)
+        assert layout.apart, "lists that share entries may hold more than there is room for"
+        lists = walk.for_heads(heads)
+        if layout.device.type != "cuda":
+            return _work_by_capacity(lists, most, steps)
+        from gossamer.kernels.triton.gather.device_items import device_items
+
+        return Work(*device_items(lists, most, steps // most))
 
     return _work.of(walk).get_or_make((most, heads), make)
 
@@ -91,6 +95,7 @@ def _work_by_capacity(walk: GatherWalk, limit: int, steps: int) -> Work:
     A list of more than `limit` steps is cut in as few equal parts as are no longer, so that all lists together have
     steps / limit parts more than there are lists. Items behind the last one compute nothing, into a slot of no row.
     """
+    torch = namespace(walk.counts)
     lengths = -(-walk.counts.reshape(-1).long() // walk.width)
     first = walk.starts.reshape(-1).long() // walk.width
     rows, more = len(lengths), steps // limit
@@ -126,9 +131,9 @@ def _work_by_capacity(walk: GatherWalk, limit: int, steps: int) -> Work:
     return Work(items, torch.stack([fields[field] for field in range(MERGE)], 1).int(), slots)
 
 
-def _make_work(walk: GatherWalk, limit: int, device: torch.device) -> Work:
+def _make_work(walk: GatherWalk, limit: int, device: Any) -> Work:
     made = gather_items(walk, limit)
-    items, merges = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in (made.items, made.merges))
+    items, merges = (placed(words(x), device) for x in (made.items, made.merges))
     return Work(items, merges, made.slots, known=True)
 
 
@@ -138,7 +143,7 @@ class Schedule:
 
     grid: tuple[int, ...]  # of all copies of the walk
     split_rows: SplitRows
-    lists: RowLists | TileLists  # of tensors of the layout
+    lists: RowLists | TileLists  # of arrays of the layout
     constants: dict[str, Any]
     options: dict[str, Any]  # of the launch
 
@@ -173,7 +178,7 @@ def _make_schedule(
     constants: dict[str, Any] = {"n_items": programs, "heads": heads, "MEMBERS": members}
     if walk.block_rows == 1:
         rows = config if isinstance(config, RowConfig) else row_config(direction, bits, p.D, p.E)
-        lists: RowLists | TileLists = RowLists(work.items, work.longest(rows.items), walk.indices)
+        lists: RowLists | TileLists = RowLists(work.items, work.longest(rows.items), words(walk.indices))
         programs = -(-programs // rows.items)
         constants |= {"RP": rows.items, "C": rows.columns, "SD": piece(p.D, bits), "SE": piece(p.E, bits)}
         options = {"num_warps": rows.warps, "num_stages": 1}
@@ -181,7 +186,7 @@ def _make_schedule(
             options["maxnreg"] = rows.registers
     else:
         groups = config if isinstance(config, GroupConfig) else group_config(direction, bits, p.D, p.E, walk.block_rows)
-        lists = TileLists(work.items, walk.indices, walk.bits)
+        lists = TileLists(work.items, words(walk.indices), words(walk.bits))
         constants |= {"R": walk.block_rows, "C": walk.width, "PRECISION": groups.precision}
         options = {"num_warps": groups.warps, "num_stages": groups.stages}
     flat = walk.block_rows > 1 or max(over_heads, over_batch) > MOST_OF_A_DIMENSION

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from gossamer.kernels.arrays import Array
 from gossamer.kernels.scores import score
 from gossamer.kernels.softmax import add_scores, end_of_keys, start_rows
 from gossamer.kernels.triton.groups import ForwardResults, ForwardStrides
@@ -20,9 +20,9 @@ from gossamer.kernels.triton.row_access import load_rows, store_part_rows, store
 class Ends(NamedTuple):
     """What says which keys are seen, beside the rule."""
 
-    offsets: Tensor  # (B,), as `starts` and `lengths` of any integer type
-    starts: Tensor  # (B,)
-    lengths: Tensor  # (B,)
+    offsets: Array  # (B,), as `starts` and `lengths` of any integer type
+    starts: Array  # (B,)
+    lengths: Array  # (B,)
 
 
 class Numbers(NamedTuple):

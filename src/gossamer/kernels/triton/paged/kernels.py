@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from gossamer.kernels.arrays import Array
 from gossamer.kernels.reaches import Reaching, narrowed, reached
 from gossamer.kernels.relaunch import Strides
 from gossamer.kernels.scores import FLOOR, score
@@ -21,18 +21,18 @@ from gossamer.kernels.softmax import add_scores, finish_rows, start_rows
 class Sequences(NamedTuple):
     """What says which tokens and keys a sequence has, of any integer type."""
 
-    edges: Tensor  # (sequences + 1,) of the tokens
-    used: Tensor  # (sequences,)
-    table: Tensor  # (sequences, n)
+    edges: Array  # (sequences + 1,) of the tokens
+    used: Array  # (sequences,)
+    table: Array  # (sequences, n)
 
 
 class PagedResults(NamedTuple):
     """What is written. Parts of a token and a key head follow one another, and in a part the heads that share it."""
 
-    out: Tensor  # (T, H, E)
-    lse: Tensor  # (T, H)
-    part_acc: Tensor  # (T, G, parts, heads, E)
-    part_ml: Tensor  # (2, T, G, parts, heads)
+    out: Array  # (T, H, E)
+    lse: Array  # (T, H)
+    part_acc: Array  # (T, G, parts, heads, E)
+    part_ml: Array  # (2, T, G, parts, heads)
 
 
 class PagedStrides(NamedTuple):

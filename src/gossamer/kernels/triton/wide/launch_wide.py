@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from gossamer.kernels.arrays import Array, placed, words
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import EDGE, Builder, Kernel, Operand, Prepared, compact
 from gossamer.kernels.triton.arguments import arrays, listed, operand, row_results, step, terms, vector
@@ -42,7 +41,7 @@ class Pass(NamedTuple):
     first: int
     rows: int
     most: int  # tiles of a lead
-    arrays: dict[str, Tensor]  # by the kernels' names
+    arrays: dict[str, Array]  # by the kernels' names
 
 
 class Order(NamedTuple):
@@ -60,7 +59,7 @@ COLUMN_ORDER = Order("by_column", "column_begins", "column_starts")
 class Tiles(NamedTuple):
     """Every listed tile of a layout, (n, 4) int32: tile row, tile column, kind, entry of the pool; and the passes."""
 
-    table: Tensor
+    table: Array
     passes: tuple[Pass, ...]
     unkept: bool  # whether the layout has queries or keys that are of no pair
 
@@ -70,7 +69,7 @@ _tiles: Memos[Tiles] = Memos()  # of layouts
 
 def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     """The tiles of a layout in passes of about `most` tiles for each lead; a layout made on a device is read back."""
-    walk, device = (layout if layout.host is None else layout.host).rows, layout.rows.lo.device
+    walk, device = (layout if layout.host is None else layout.host).rows, layout.device
 
     def make() -> Tiles:
         return _make_tiles(walk.on_host(), most, device, not all(keeps_all(layout)))
@@ -78,7 +77,7 @@ def tiles_of(layout: BlockLayout, most: int) -> Tiles:
     return _tiles.of(layout).get_or_make(most, make)
 
 
-def _make_tiles(walk: Walk, most: int, device: torch.device, unkept: bool) -> Tiles:
+def _make_tiles(walk: Walk, most: int, device: Any, unkept: bool) -> Tiles:
     leads, T = math.prod(walk.lead), walk.tiles
     C = -(-walk.columns // walk.block_columns)
     parts = []
@@ -93,8 +92,8 @@ def _make_tiles(walk: Walk, most: int, device: torch.device, unkept: bool) -> Ti
     starts = np.searchsorted(row, np.arange(leads * T + 1))
     by_row = np.stack([starts[lead * T : (lead + 1) * T + 1] for lead in range(leads)])  # (leads, T + 1)
 
-    def move(x: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device)
+    def move(x: np.ndarray) -> Array:
+        return placed(words(x.astype(np.int32)), device)
 
     passes, first = [], 0
     while first < T:
@@ -139,7 +138,7 @@ class _Call:
         own = {"tiles": self.tiles.table, "lo": walk.lo, "hi": walk.hi, "pool": walk.pool}
         self.values = terms(self.b, p, scoring, unread=None) | {
             **arrays(self.b, **{name: operand(self.b, name) for name in ("q", "k", "v")}),
-            **listed(self.b, "layout", {name: x.contiguous() for name, x in own.items()}),
+            **listed(self.b, "layout", {name: words(x) for name, x in own.items()}),
             "lead_b": Hl if Bl > 1 else 0, "lead_h": 1 if Hl > 1 else 0, "TILE_ROWS": rows, "TILE_COLUMNS": columns,
             "STEP": product_step(p.dtype, p.sm or 80), "BLOCK": self.block,
             "CLEAR": self.tiles.unkept or "key_lengths" in self.b,  # lengths may leave queries nothing

@@ -4,53 +4,52 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
-
+from gossamer.kernels.arrays import Array
 from gossamer.kernels.relaunch import Strides
 
 
 class ProductRows(NamedTuple):
     """What a backward reads of each query row."""
 
-    dout: Tensor  # (B, H, Q, E)
-    lse: Tensor  # (B, H, Q) natural, +inf for an empty row
-    delta: Tensor  # (B, H, Q)
+    dout: Array  # (B, H, Q, E)
+    lse: Array  # (B, H, Q) natural, +inf for an empty row
+    delta: Array  # (B, H, Q)
 
 
 class ProductLists(NamedTuple):
     """The listed tiles of a pass, and what masks them."""
 
-    tiles: Tensor  # (n, 4)
-    begins: Tensor  # (leads,) of the first tile of each lead's list
-    counts: Tensor  # (leads,) of its tiles
-    lo: Tensor  # (leads, Q)
-    hi: Tensor  # (leads, Q)
-    pool: Tensor
+    tiles: Array  # (n, 4)
+    begins: Array  # (leads,) of the first tile of each lead's list
+    counts: Array  # (leads,) of its tiles
+    lo: Array  # (leads, Q)
+    hi: Array  # (leads, Q)
+    pool: Array
 
 
 class OutputLists(NamedTuple):
     """The listed tiles of a pass by tile row."""
 
-    tiles: Tensor
-    begins: Tensor
-    row_starts: Tensor  # (leads, tile rows here + 1) within the list
+    tiles: Array
+    begins: Array
+    row_starts: Array  # (leads, tile rows here + 1) within the list
 
 
 class GradientLists(NamedTuple):
     """The listed tiles of a pass by tile row of a gradient."""
 
-    tiles: Tensor
-    begins: Tensor
-    order: Tensor  # slots by tile row of the result, of each lead
-    order_begins: Tensor  # (leads,)
-    starts: Tensor  # (leads, n_rows + 1) within the order
+    tiles: Array
+    begins: Array
+    order: Array  # slots by tile row of the result, of each lead
+    order_begins: Array  # (leads,)
+    starts: Array  # (leads, n_rows + 1) within the order
 
 
 class ProductTerms(NamedTuple):
     """Tensors among the score terms."""
 
-    lengths: Tensor  # (B,) or None
-    slopes: Tensor  # (H,) or (B, H), or None
+    lengths: Array  # (B,) or None
+    slopes: Array  # (H,) or (B, H), or None
 
 
 class ProductStrides(NamedTuple):

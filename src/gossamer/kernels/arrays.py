@@ -67,5 +67,10 @@ def descending(x: Array) -> Array:
     return order
 
 
+def words(x: Array) -> Array:
+    """The same numbers as a kernel reads them: int32, and one behind the other."""
+    return np.ascontiguousarray(x).view(np.int32) if isinstance(x, np.ndarray) else x.contiguous()
+
+
 def copied(x: Array) -> Array:
     return x.copy() if isinstance(x, np.ndarray) else x.clone()
