@@ -1,0 +1,217 @@
+"""Attention over caches in pages on a GPU: time, rate of memory and host time, beside FA4 and torch's varlen_attn.
+
+    python benchmarks/pages.py                       # prints a line a row
+    python benchmarks/pages.py decode_32_p64 --out FILE  # one case, added to a file of results
+
+Times on the device are of a captured graph, replayed, with the level-2 cache cleared before; `tb_s` counts each key and
+value that a query sees once. `copy_tb_s` is the rate of a copy in the same run, `host_us` the time to enqueue an eager
+call of `varlen`, `shared_us` of `attention` over a `device_layout` of the step, `structure_us` of making that. Numbers
+are checked against float64 before anything is timed. A peer that does not take a case is left out, with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import gossamer as gs
+from gossamer.bench.latency import captured
+from gossamer.bench.measure import device_name, medians_in_turns
+from gossamer.bench.results import append_records
+
+CUDA = torch.device("cuda")
+H, G, D = 32, 8, 128
+HOST_CALLS = 200
+
+
+class Case(NamedTuple):
+    """A step of sequences that have as many new tokens each."""
+
+    sequences: int
+    keys: int  # of each
+    page: int
+    tokens: int = 1  # new ones of each
+    window: int | None = None  # keys that a query sees
+    invariant: bool = False  # the bits of a sequence do not depend on its batch
+
+
+CASES = {
+    "decode_32_p64": Case(32, 4096, 64),
+    "decode_32_p16": Case(32, 4096, 16),
+    "decode_32_p1": Case(32, 4096, 1),
+    "decode_1_131072": Case(1, 131072, 64),
+    "decode_1_1024": Case(1, 1024, 16),
+    "decode_32_window": Case(32, 131072, 64, window=4096),
+    "drafts_32": Case(32, 4096, 16, tokens=4),
+    "decode_32_invariant": Case(32, 4096, 64, invariant=True),
+    "chunk_2048_p16": Case(1, 32768, 16, tokens=2048),
+    "chunk_2048_p64": Case(1, 32768, 64, tokens=2048),
+}
+
+
+class Cache:
+    """Queries, and keys in pages that lie in a random order."""
+
+    def __init__(self, c: Case) -> None:
+        torch.manual_seed(0)
+        pages = -(-c.keys // c.page)
+        table = torch.randperm(c.sequences * pages, device=CUDA).view(c.sequences, pages)
+        new = {"device": CUDA, "dtype": torch.bfloat16}
+        self.q = torch.randn(c.sequences * c.tokens, H, D, **new)
+        self.k, self.v = (torch.randn(c.sequences * pages, c.page, G, D, **new) for _ in range(2))
+        self.table = table.int()
+        self.edges = torch.arange(c.sequences + 1, device=CUDA, dtype=torch.int32) * c.tokens
+        self.used = torch.full((c.sequences,), c.keys, device=CUDA, dtype=torch.int32)
+        self.out = torch.empty_like(self.q)
+
+    def contiguous(self) -> list[Tensor]:
+        """k and v of (sequences, keys, G, D)."""
+        return [x[self.table.long()].flatten(1, 2) for x in (self.k, self.v)]
+
+
+def pattern_of(c: Case) -> gs.Pattern:
+    return gs.Causal() if c.window is None else gs.SlidingWindow(c.window - 1)
+
+
+def ours(c: Case, x: Cache) -> Tensor:
+    """A call of `varlen`, into memory that is there."""
+    found = gs.varlen(
+        x.q, x.k, x.v, x.edges, max_q=c.tokens, pattern=pattern_of(c), block_table=x.table, seqused_k=x.used, out=x.out,
+        batch_invariant=c.invariant,
+    )  # fmt: skip
+    assert isinstance(found, Tensor)
+    return found
+
+
+def structure(c: Case, x: Cache) -> Any:
+    """What the layers of a step share."""
+    pages = gs.Pages(x.table, x.used, c.page, batch_invariant=c.invariant)
+    packed = gs.PackedSequences(x.edges, pages=pages, pattern=pattern_of(c))
+    return gs.device_layout(x.q, x.k, x.v, packed, layout="bshd")
+
+
+def over_contiguous_keys(c: Case, x: Cache) -> Callable[[], Any]:
+    """The same over keys that lie behind one another, one (batch) element a sequence."""
+    q = x.q.view(c.sequences, c.tokens, H, D)
+    k, v = x.contiguous()
+    return lambda: gs.attention(q, k, v, pattern_of(c), q_offset=c.keys - c.tokens, layout="bshd")
+
+
+def fa4(c: Case, x: Cache) -> Callable[[], Any]:
+    """FA4 over the table."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    window = (None, None) if c.window is None else (c.window - 1, 0)
+    given = {"page_table": x.table, "seqused_k": x.used, "cu_seqlens_q": x.edges, "max_seqlen_q": c.tokens}
+    return lambda: flash_attn_varlen_func(x.q, x.k, x.v, causal=True, window_size=window, **given)
+
+
+def torch_varlen(c: Case, x: Cache) -> Callable[[], Any]:
+    """torch's varlen_attn over the table."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if c.window is None else (c.window - 1, 0)
+    given: dict[str, Any] = {"seqused_k": x.used, "block_table": x.table, "window_size": window, "enable_gqa": True}
+    return lambda: varlen_attn(x.q, x.k, x.v, x.edges, None, c.tokens, c.keys, **given)
+
+
+PEERS = {"FA4": fa4, "varlen_attn": torch_varlen}
+
+
+def exact(c: Case, x: Cache, sequence: int, head: int) -> Tensor:
+    """(tokens, D) in float64: the definition, for one head of one sequence."""
+    k, v = (y[x.table[sequence].long(), :, head // (H // G)].flatten(0, 1)[: c.keys].double() for y in (x.k, x.v))
+    q = x.q[sequence * c.tokens : (sequence + 1) * c.tokens, head].double()
+    at = torch.arange(c.keys - c.tokens, c.keys, device=CUDA)[:, None]
+    j = torch.arange(c.keys, device=CUDA)
+    keep = (j <= at) & (j > at - (c.window or c.keys))
+    return ((q @ k.T) / D**0.5).masked_fill(~keep, -torch.inf).softmax(-1) @ v
+
+
+def check(c: Case, x: Cache, out: Tensor) -> float:
+    """The largest error of a few heads over that of their exact values rounded to bfloat16, in their own size."""
+    worst = 0.0
+    for sequence, head in ((0, 0), (c.sequences - 1, H - 1), (c.sequences // 2, 5)):
+        wanted = exact(c, x, sequence, head)
+        found = out.view(c.sequences, c.tokens, H, D)[sequence, :, head].double()
+        worst = max(worst, float((found - wanted).norm() / wanted.norm()))
+    return worst
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Microseconds to enqueue a call, its work not waited for; the median of calls."""
+    for _ in range(10):
+        call()
+    taken = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begun)
+    return 1e6 * sorted(taken)[len(taken) // 2]
+
+
+def copy_tb_s() -> float:
+    """The rate of a copy of 1 GiB: bytes read and written."""
+    x = torch.empty(2**30, dtype=torch.uint8, device=CUDA)
+    y = torch.empty_like(x)
+    return 2 * x.numel() / medians_in_turns({"copy": lambda: y.copy_(x)}, CUDA, budget_s=0.2)["copy"] * 1e-9
+
+
+def measure(name: str) -> dict[str, Any]:
+    """The row of a case."""
+    c = CASES[name]
+    x = Cache(c)
+    calls: dict[str, Callable[[], Any]] = {"gossamer": partial(ours, c, x)}
+    if c.tokens > 64:
+        calls["contiguous"] = over_contiguous_keys(c, x)
+    refused = {}
+    for peer, make in PEERS.items():
+        try:
+            call = make(c, x)
+            found = call()
+            error = check(c, x, found[0] if isinstance(found, tuple) else found)
+            assert error < 0.02, f"its error is {error:.2g}"
+            calls[peer] = call
+        except Exception as reason:  # a peer may be missing, or take no such case: the row says so
+            refused[peer] = f"{type(reason).__name__}: {reason}"[:200]
+    x.out.fill_(torch.nan)
+    error = check(c, x, ours(c, x))
+    assert error < 0.01, f"{name}: the error is {error:.2g}"
+    graphs = {kind: captured(call)[0] for kind, call in calls.items()}
+    times = medians_in_turns({kind: graph.replay for kind, graph in graphs.items()}, CUDA, budget_s=0.4)
+    seen = min(c.keys, c.window + c.tokens - 1) if c.window else c.keys
+    row = {"case": name, "error": error} | {f"{kind}_us": 1e3 * t for kind, t in times.items()}
+    row["tb_s"] = c.sequences * seen * G * 2 * D * 2 / times["gossamer"] * 1e-9
+    shared = structure(c, x)
+    row["host_us"] = host_us(calls["gossamer"])
+    row["shared_us"] = host_us(lambda: gs.attention(x.q, x.k, x.v, shared, layout="bshd"))
+    row["structure_us"] = host_us(lambda: structure(c, x))
+    return row | ({"refused": refused} if refused else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    rate = copy_tb_s()
+    rows = []
+    for name in a.cases:
+        row = measure(name) | {"copy_tb_s": rate}
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        rows.append({"device": device_name(CUDA)} | row)
+        torch.cuda.empty_cache()
+    if a.out is not None:
+        append_records(rows, a.out, ("device",))
+
+
+if __name__ == "__main__":
+    main()
