@@ -43,12 +43,14 @@ slow: $(STAMP)
 	$(PYTEST) -m "slow and not thorough" tests
 
 # More types, sizes and architectures of what the slow tests show: before a release, not in CI.
-thorough: $(STAMP)
+thorough: $(STAMP) $(JAX)/.installed
 	$(PYTEST) -m thorough tests
+	$(JAX_TESTS) -m thorough
 
 # The JAX front end where torch is not installed: the conftest of the other tests imports it.
+JAX_TESTS := $(JAX)/bin/python -m pytest -n $(WORKERS) --dist worksteal --confcutdir tests/jax tests/jax
 jax: $(JAX)/.installed
-	$(JAX)/bin/python -m pytest -n $(WORKERS) --dist worksteal --confcutdir tests/jax tests/jax
+	$(JAX_TESTS) -m "not thorough"
 
 # The simulation against known solutions, under six minutes.
 cosmos: $(JAX)/.installed

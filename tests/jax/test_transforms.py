@@ -16,11 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 import gossamer as gs
 import gossamer.jax as gsj
+from tests.support.thorough import more
 
 PATTERN = gs.SlidingWindow(40) | gs.BigBird(16)
 B, N, H, G, D = 4, 150, 4, 2, 16
 MASK = PATTERN.materialize(N, N)
 Function = Callable[..., jax.Array]
+
+
+def turns(values: list[Any]) -> Any:
+    """Values, every other one by tiles and by gathered columns; the other way each is for thorough runs."""
+    first = [(at % 2, value) for at, value in enumerate(values)]
+    return [*first, *more(*((1 - walk, value) for walk, value in first))]
 
 
 @pytest.fixture(autouse=True, params=[0, 1])
@@ -63,7 +70,10 @@ def test_values_and_gradients(jit: Any) -> None:
     both(lambda f: jit(jax.value_and_grad(loss(f), (0, 1, 2))), *tensors())
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, None), (None, None, 3), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("walked", "axes"),
+    turns([(0, 0, 0), (0, None, None), (None, 1, None), (None, None, 3), (2, 1, 0)]), indirect=["walked"], ids=str,
+)  # fmt: skip
 def test_vmap(axes: tuple[int | None, ...]) -> None:
     every = tensors(3)
     given = [x[0] if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(every, axes, strict=True)]
@@ -79,6 +89,7 @@ def test_vmap_of_vmap_and_of_what_has_no_batch() -> None:
     both(lambda f: jax.vmap(lambda q: f(q[:, None], k[:, :1], v[:, :1]), 1, 1), q)
 
 
+@pytest.mark.parametrize("walked", [1, *more(0)], indirect=True)
 def test_vmap_of_score_terms() -> None:
     """Lengths and slopes (B, H) join the batch; sinks and slopes (H,) are computed one by one, and Plans."""
     q, k, v = tensors(3)
@@ -116,6 +127,7 @@ def test_jacrev_and_checkpoint_in_scan() -> None:
     both(scanned, q, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("walked", [0, *more(1)], indirect=True)
 def test_forward_mode() -> None:
     """Refused by name where the gradient is a rule; plain lax has it, of any order."""
     x = tensors(batch=1)
@@ -174,7 +186,11 @@ def test_sharded_jit_gathers_nothing() -> None:
     same((out, gradients), (theirs(*x), jax.value_and_grad(loss(theirs), (0, 1, 2))(*x)))
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "y"), P(("x", "y")), P(None, "x"), P()], ids=str)
+@pytest.mark.parametrize(
+    ("walked", "spec"), [(0, P("x")), (1, P(None, "x")), *more(*(
+        (walk, spec) for walk in (0, 1) for spec in (P(None, None, "y"), P(("x", "y")), P())
+    ))], indirect=["walked"], ids=str,
+)  # fmt: skip
 def test_sharded_any_way(spec: P) -> None:
     """Right however tensors lie, score terms and a Prepared beside them, with lists of each head too."""
     q, k, v = tensors()
@@ -192,7 +208,7 @@ def test_sharded_any_way(spec: P) -> None:
         same(step(*placed), jax.value_and_grad(loss(f), (0, 1, 2))(q, k, v))
 
 
-@pytest.mark.parametrize("implementation", [None, "blocked"])
+@pytest.mark.parametrize(("walked", "implementation"), turns([None, "blocked"]), indirect=["walked"])
 def test_shard_map(implementation: str | None) -> None:
     """With check_vma: over batch and heads, and with keys that are the same everywhere, whose gradients are summed."""
     mesh, x = mesh_of(AxisType.Auto), tensors()
@@ -214,6 +230,7 @@ def test_shard_map(implementation: str | None) -> None:
     same(jax.grad(loss(shared), (0, 1, 2))(*one), jax.grad(loss(partial(each, theirs)), (0, 1, 2))(*one))
 
 
+@pytest.mark.parametrize("walked", [0, *more(1)], indirect=True)
 def test_a_row_of_no_tile_and_nothing_at_all_in_shard_map() -> None:
     mesh, (q, _, _) = mesh_of(AxisType.Auto), tensors()
     for pattern in (~gs.Dense(), gs.BlockMask(np.eye(3, dtype=bool)[:, ::-1] & (np.arange(3) > 0), 64)):
@@ -238,7 +255,7 @@ def test_at_compile_time() -> None:
     same(jax.jit(lambda y: jax.tree.map(lambda one: one * y, constant()))(1.0), want)
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=str)
+@pytest.mark.parametrize(("walked", "spec"), turns([P("x"), P(None, None, "x")]), indirect=["walked"], ids=str)
 def test_explicit_axes(spec: P) -> None:
     """Batch elements or heads on several devices: forward and gradient, results where the query is."""
     mesh, rng = mesh_of(AxisType.Explicit), np.random.default_rng(0)

@@ -99,7 +99,7 @@ def test_a_step_passes_what_it_is_given(streams: None) -> None:
     launch = relaunch.launcher(kernel, Programs(*step.kernel.key))
     (_, grid, (size, x, scale, y, table, flag, options)) = kernel.calls.pop()
     assert (grid, size, scale, y, flag, options) == ((3, 2), 7, 0.5, None, True, {"num_warps": 4})
-        assert [(a.dtype, a.data_ptr() % 16) for a in (x, table)] == [("float16", 8), ("int32", 0)]
+    assert [(a.dtype, a.data_ptr() % 16) for a in (x, table)] == [("float16", 8), ("int32", 0)]
     launch(7, 4096, 0.5, None, 8192, True)
     assert kernel.calls == [("known", (3, 2, 1), (7, 4096, 0.5, None, 8192, True))]
 
