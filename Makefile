@@ -28,7 +28,7 @@ demo: $(STAMP) $(JAX)/.installed
 # One thread a worker, which does not spin while it waits: two workers on two cores do not compete.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(STAMP)
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow and not thorough" tests
 
 # The tests that need a GPU, from torch and from JAX, on the machine's own Python or $(PYTHON): it has to have both.
 gpu-test:
