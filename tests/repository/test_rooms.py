@@ -165,6 +165,8 @@ FRAMEWORKS = {
     "particles.listed_torch": allowed("torch"),
     "nn": allowed("torch"),
     "integrations": allowed("numpy torch", "transformers"),
+    "integrations.vllm": allowed("torch", "vllm"),
+    "integrations.vllm.backend": allowed("torch vllm"),
     "testing": allowed("numpy torch"),
     "bench": allowed("numpy torch", "rich matplotlib"),
     "cli": allowed("numpy typer rich", "matplotlib torch"),
