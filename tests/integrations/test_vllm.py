@@ -31,6 +31,18 @@ def test_recorded_steps(name: str, memory: str) -> None:
         check(replay, found)
 
 
+def test_in_inference_mode() -> None:
+    """As an engine on a GPU calls it; its weights and cache may be made before."""
+    step = padded(3, 4)
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            replay = Replay(LAYERS._replace(sinks=True), 4, "slots inside heads", torch.float32, "cpu")
+            for x in (replay.cache, replay.rows):
+                x.nan_to_num_(0)
+        with torch.inference_mode():
+            check(replay, [replay.run(step, "cpu")])
+
+
 def test_traces_hold_what_they_are_of() -> None:
     told = {name: list(dict.fromkeys(layers for layers, _ in recorded(name))) for name in TRACES}
     assert [x.sliding_window for x in told["gpt_oss"]] == [16, None] and all(x.sinks for x in told["gpt_oss"])
@@ -169,7 +181,9 @@ if INTERPRETING:
             for x in (replay.cache, replay.rows):  # the steps before are not run
                 x.nan_to_num_(0)
             own = [step for of, step in steps if of == layers][first : first + 2]
-            check(replay, [replay.run(step, "cpu") for step in own])
+            with torch.inference_mode():
+                found = [replay.run(step, "cpu") for step in own]
+            check(replay, found)
 
 else:
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +193,31 @@ def test_the_engine_registers_it_by_itself() -> None:
     register()
     with pytest.raises(ValueError, match=r"instead_of must be None or one of FLASH_ATTN, .*; got 'NO'"):
         register("NO")
+
+
+def test_processes_of_an_engine_know_it() -> None:
+    """One that is not forked reads a configuration before plugins are loaded."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as backends
+
+    register("CPU_ATTN")
+    told = pickle.dumps([backends["GOSSAMER"], backends.TRITON_ATTN])
+    script = (
+        f"import pickle; found = pickle.loads({told!r}); print([x.name for x in found])\n"
+        "print({type(found[0])[x].get_path() for x in ('GOSSAMER', 'CPU_ATTN')})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    names, paths = done.stdout.splitlines()[-2:]
+    assert names == "['GOSSAMER', 'TRITON_ATTN']" and paths == "{'gossamer.integrations.vllm.backend.Backend'}"
+
+
+def test_the_page_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models" / "vllm.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "vllm.md", "exec"), names)
+    names["llm"].llm_engine.engine_core.shutdown()
+    assert len(names["tokens"]) == 8
 
 
 def test_a_cache_of_8_bits_is_refused(engine: Callable[..., Any], tmp_path: Path) -> None:

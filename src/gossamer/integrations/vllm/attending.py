@@ -84,16 +84,16 @@ class PagedAttention:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
-        self.softcap, self.sinks = logits_soft_cap or None, sinks
+        self.softcap, self.sinks, self._given_sinks = logits_soft_cap or None, sinks, sinks
         self.sliding_window = sliding_window
         pattern: Pattern = Causal() if sliding_window is None else SlidingWindow.of_size(sliding_window)
         self.pattern = pattern if restrict is None else pattern & restrict
         self.batch_invariant = batch_invariant
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Convert sinks once, as kernels take them."""
-        if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()
+        """Convert sinks as kernels take them, each time that weights are loaded."""
+        if self._given_sinks is not None:
+            self.sinks = self._given_sinks.detach().float()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 from gossamer.checks import show
 
 NAME = "GOSSAMER"
 BACKEND = "gossamer.integrations.vllm.backend.Backend"  # imported when an engine asks for it
+
+_replaced: set[str] = set()
 
 
 def register(instead_of: str | None = None) -> None:
@@ -17,8 +22,8 @@ def register(instead_of: str | None = None) -> None:
     is made.
 
     Args:
-        instead_of: a backend of vLLM to take the place of, in this process. On a CPU vLLM takes its "CPU_ATTN" whatever
-            is named.
+        instead_of: a backend of vLLM to take the place of, in this process and in those of an engine that it makes by
+            the name. On a CPU vLLM takes its "CPU_ATTN" whatever is named.
 
     Raises:
         ValueError: vLLM has no backend of that name.
@@ -34,5 +39,22 @@ def register(instead_of: str | None = None) -> None:
         raise ValueError(f"instead_of must be None or one of {', '.join(known)}; got {show(instead_of)}")
     if NAME not in known:
         register_backend(NAME, BACKEND)
+        # An engine's process reads its configuration before plugins are loaded: the name brings its registration along.
+        copyreg.pickle(AttentionBackendEnum, _reduced)
     if instead_of is not None:
         register_backend(AttentionBackendEnum[instead_of], BACKEND)
+        _replaced.add(instead_of)
+
+
+def _reduced(backend: Any) -> Any:
+    """What a backend of vLLM is pickled as."""
+    return (_registered, (NAME, *_replaced)) if backend.name == NAME else backend.__reduce_ex__(2)
+
+
+def _registered(name: str, *replaced: str) -> Any:
+    """The backend, registered in this process as in that which it comes from."""
+    for instead_of in (None, *replaced):
+        register(instead_of)
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum[name]
