@@ -185,11 +185,27 @@ if INTERPRETING:
                 found = [replay.run(step, "cpu") for step in own]
             check(replay, found)
 
+    def test_layers_share_a_call(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is looked for once in a step, and computes each layer over its own cache."""
+        looked: list[Any] = []
+        look = attending.call_by_table
+        monkeypatch.setattr(attending, "call_by_table", lambda *given: looked.append(0) or look(*given))
+        shared, outs = padded(2, 2), []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            replay = Replay(LAYERS._replace(sinks=True), 4, "heads inside slots", torch.float32, "cpu")
+            replay.cache.normal_()
+            q, k, v = replay.inputs(shared)
+            for step in (shared, padded(2, 2)):
+                outs.append(replay.layer.forward(None, q, k, v, replay.cache, step, torch.empty_like(q)))
+        assert len(looked) == 3 and len(shared.shared) == 1
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
+
 else:
 
     @pytest.mark.slow
     def test_in_the_interpreter() -> None:
-        in_interpreter(__file__, "test_steps_by_kernels")
+        in_interpreter(__file__, "test_steps_by_kernels", "test_layers_share_a_call")
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

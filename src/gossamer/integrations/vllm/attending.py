@@ -13,14 +13,13 @@ from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
 from gossamer.torch.arguments import AttentionOptions
 from gossamer.torch.device_layout import device_layout
-from gossamer.torch.paged_kernel import is_by_table
+from gossamer.torch.key import alignment
+from gossamer.torch.paged_kernel import ByTable, Given, call_by_table
 from gossamer.torch.paged_write import write_pages
 from gossamer.torch.structure import PackedSequences, Pages
 from gossamer.torch.structure.pages import PageLayout
-from gossamer.torch.varlen import varlen
 
 LAYOUT: PageLayout = "phsd"  # of a cache (pages, heads, slots, size), whatever lies beside what in memory
-BY_TABLE = "by table"  # shared by the layers of a step where a kernel reads the table: nothing is made
 CACHES = ("auto", "float16", "bfloat16")  # names of their types
 
 
@@ -116,32 +115,33 @@ class PagedAttention:
             raise Unsupported("a quantized output is not written by GOSSAMER")
         if attn_metadata is None:  # the engine looks how much memory is needed
             return output.fill_(0)
-        D = self.head_size
+        D, step, sinks = self.head_size, attn_metadata, self.sinks
         k, v = kv_cache[..., :D], kv_cache[..., D : D + output.shape[-1]]
-        step, sinks = attn_metadata, self.sinks
-        which = self.pattern.handle, self.softcap, sinks is None, query.shape, k.shape, k.stride()
+        tensors = (query, k, v, output) if sinks is None else (query, k, v, output, sinks)
+        which = (  # all that tells calls of a step apart
+            self.pattern.handle, self.scale, self.softcap, query.dtype, query.shape, query.stride(), k.shape,
+            k.stride(), output.shape, output.stride(), None if sinks is None else sinks.dtype, alignment(*tensors),
+        )  # fmt: skip
         shared = step.shared.get(which)
         if shared is None:
-            shared = step.shared[which] = self._shared(step, query, k, v)
-        if shared is BY_TABLE:
-            varlen(
-                query, k, v, step.query_start_loc, pattern=self.pattern, seqused_k=step.seq_lens,
-                block_table=step.block_table, page_layout=LAYOUT, scale=self.scale, softcap=self.softcap,
-                sink_logits=sinks, batch_invariant=self.batch_invariant, out=output,
-            )  # fmt: skip
+            shared = step.shared[which] = self._shared(step, query, k, v, output)
+        if isinstance(shared, ByTable):
+            shared(Given(query, k, v, step.query_start_loc, step.block_table, step.seq_lens, sinks, output))
             return output
         out = attention(query, k, v, shared, scale=self.scale, softcap=self.softcap, sink_logits=sinks, layout="bshd")
         return output.copy_(out)
 
-    def _shared(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        """What this layer shares with those of its kind in a step."""
+    def _shared(self, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Any:
+        """What this layer shares with those of its kind in a step: the call of a kernel that reads the table, or the
+        structure of one that does not."""
         pages = Pages(
             step.block_table, step.seq_lens, k.shape[2], page_layout=LAYOUT, batch_invariant=self.batch_invariant
         )
         packed = PackedSequences(step.query_start_loc, pages=pages, pattern=self.pattern)
         options = AttentionOptions(scale=self.scale, softcap=self.softcap, sink_logits=self.sinks, layout="bshd")
-        if is_by_table(q, k, v, packed, options):
-            return BY_TABLE
+        found = call_by_table(q, k, v, packed, options, out)
+        if found is not None:
+            return found.call
         pages = pages.up_to(rounded(-(-step.max_seq_len // pages.page_size)) * pages.page_size)
         packed = PackedSequences(step.query_start_loc, pages=pages, pattern=self.pattern)
         return device_layout(q, k, v, packed, softcap=self.softcap, sink_logits=self.sinks, layout="bshd")
