@@ -98,7 +98,7 @@ def test_few_widths_of_tables() -> None:
 
 
 def layer(**more: Any) -> PagedAttention:
-    return PagedAttention(4, 32, 0.2, 2, **more)
+    return PagedAttention(**{"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, **more})
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,10 @@ def layer(**more: Any) -> PagedAttention:
             "kv_cache_dtype must be one of auto, float16, bfloat16 with GOSSAMER; got fp8",
         ),
         ({"attn_type": "encoder_only"}, "attention of type 'encoder_only' is not computed"),
+        (
+            {"head_size": 512, "batch_invariant": True},
+            "head_size must be at most 256 where results are batch invariant",
+        ),
         ({"chunk_lookback": 2}, "chunk_lookback=2 of a layer is not computed"),
     ],
 )

@@ -12,6 +12,7 @@ from gossamer.patterns import Causal, Pattern, SlidingWindow
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
 from gossamer.torch.arguments import AttentionOptions
+from gossamer.torch.decoding import WIDEST
 from gossamer.torch.device_layout import device_layout
 from gossamer.torch.key import alignment
 from gossamer.torch.paged_kernel import ByTable, Given, call_by_table
@@ -77,6 +78,8 @@ class PagedAttention:
             raise Unsupported(f"kv_cache_dtype must be one of {', '.join(CACHES)} with GOSSAMER; got {kv_cache_dtype}")
         if alibi_slopes is not None:
             raise Unsupported("alibi_slopes are not computed by GOSSAMER: positions are those within each sequence")
+        if batch_invariant and head_size > WIDEST:
+            raise Unsupported(f"head_size must be at most {WIDEST} where results are batch invariant; got {head_size}")
         for name, value in others.items():
             if value is not None:
                 raise Unsupported(f"{name}={show(value)} of a layer is not computed by GOSSAMER")
