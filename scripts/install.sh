@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes the virtual environment $1 and installs the package with the extras $2 (by default those that tests need). Called
-# by the Makefile when pyproject.toml or the constraints changed; pip's own configuration on the machine is used as it is.
+# Makes the virtual environment $1 and installs the package with the extras $2 (by default those that tests need), and
+# what else is named, as pip takes it. Called by the Makefile when pyproject.toml or the constraints changed; pip's own
+# configuration on the machine is used as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: scripts/install.sh VENV [EXTRAS]}
+venv=${1:?usage: scripts/install.sh VENV [EXTRAS [PACKAGE...]]}
 extras=${2:-torch,hopper,plot,dev}
 
 usable() { # a Python that runs, is new enough, and can make a virtual environment
@@ -30,4 +31,5 @@ else
   echo "install: no NVIDIA GPU, torch and jax from constraints/cpu.txt"
   constraints=(-c constraints/cpu.txt)
 fi
-"$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "${constraints[@]}" -e ".[$extras]"
+"$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "${constraints[@]}" \
+  -e ".[$extras]" "${@:3}"

@@ -139,8 +139,8 @@ def test_the_reference_has_every_public_name() -> None:
     written = re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
     public = {f"gossamer.{name}" for name in gossamer.__all__ if name not in ("__version__", "nn")}
     public.add("gossamer.memo.forget_all")
-    rooms = ("nn", "layouts", "entmax", "sparse_k", "blocks", "particles", "integrations.transformers")
-    for module in (f"gossamer.{name}" for name in rooms):
+    rooms = ("nn", "layouts", "entmax", "sparse_k", "blocks", "particles")
+    for module in (f"gossamer.{name}" for name in (*rooms, "integrations.transformers", "integrations.vllm")):
         found = importlib.import_module(module)
         public |= {f"{module}.{n}" for n in found.__all__ if getattr(found, n) is not getattr(gossamer, n, None)}
     # Told from the source: jax is not installed here.

@@ -109,6 +109,17 @@ def test_transformers_is_imported_when_it_is_asked_for() -> None:
     assert "transformers is blocked by this test); in a checkout of gossamer: pip install '.[transformers]'" in out
 
 
+def test_vllm_is_imported_when_it_is_asked_for() -> None:
+    """What computes the attention of its layers needs none of it."""
+    out = run(
+        "import sys, gossamer.integrations.vllm as integration, gossamer.integrations.vllm.trace\n"
+        "try: integration.register()\n"
+        "except ImportError as error: print(error)",
+        blocked=("vllm",),
+    )
+    assert out == "register needs vllm of at least 0.32 (vllm is blocked by this test)\n"
+
+
 def test_public_names() -> None:
     out = run(
         "import gossamer as gs\nfor name in gs.__all__: getattr(gs, name)\nprint(sorted(set(gs.__all__)) == dir(gs))"
@@ -137,6 +148,7 @@ def test_no_module_is_hidden() -> None:
     }  # fmt: skip
     of_jax = [f"gossamer.{room}.{name}_jax" for room, names in rooms.items() for name in names]
     absent = ("gossamer.cosmos", "gossamer.jax", *of_jax) if importlib.util.find_spec("jax") is None else ()
+    absent += () if importlib.util.find_spec("vllm") else ("gossamer.integrations.vllm.backend",)
     out = run(
         "import importlib, pkgutil, sys, gossamer\n"
         "for found in pkgutil.walk_packages(gossamer.__path__, 'gossamer.'):\n"

@@ -130,6 +130,22 @@ def by_table(
         out: is written, where it is given.
         key: under which the call was not found, and `alive` what it names by a handle; None: its own.
     """
+    found = call_by_table(q, k, v, packed, o, out, key, alive)
+    return None if found is None else found.call(found.given)
+
+
+class Found(NamedTuple):
+    """A call that the kernel computes; it computes all whose tensors differ in values and places alone."""
+
+    call: ByTable
+    given: Given
+
+
+def call_by_table(
+    q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions, out: Tensor | None = None,
+    key: Key | None = None, alive: Any = None,
+) -> Found | None:  # fmt: skip
+    """What `by_table` runs, without running it."""
     if not _reads_table(q, packed, o):
         return None
     if not o.q_offset is o.key_starts is o.key_lengths is o.alibi_slopes is o.alibi_distance is None:
@@ -140,11 +156,13 @@ def by_table(
     if key is None:
         which = packed.rule, pages.page_size, pages.page_layout, pages.batch_invariant, is_bshd(o.layout)
         key = key_by_table(given, which, o.scale, o.softcap)
-        found = again(key, given)
-        if key is None or found is not None:
-            return found
+        if key is None:
+            return None
+        call: ByTable | None = known.get(key)
+        if call is not None:
+            return Found(call, given)
     run = _bound(given, packed, o)
-    return None if run is None else known.put(key, ByTable(run, alive))(given)
+    return None if run is None else Found(known.put(key, ByTable(run, alive)), given)
 
 
 def problem_over_pages(given: Given, packed: PackedSequences, o: AttentionOptions) -> Problem | None:

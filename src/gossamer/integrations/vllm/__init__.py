@@ -1,0 +1,5 @@
+"""gossamer as an attention backend of vLLM, the engine that serves models; importing this needs torch alone."""
+
+from gossamer.integrations.vllm.registration import register
+
+__all__ = ["register"]

@@ -1,0 +1,48 @@
+"""New keys and values into a cache in pages, as a CUDA graph can capture it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.torch.arguments import describe
+from gossamer.torch.decoding import sees_on
+
+
+def write_pages(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write the keys and values of tokens to their slots; nothing waits for a device.
+
+    Args:
+        cache: (P, G, page_size, D + E), of any strides whose last is 1.
+        key: (T, G, D), of the cache's dtype; rows behind the slots are not written.
+        value: (T, G, E), likewise.
+        slots: (n,) integers, n at most T: slot s is slot s % page_size of page s // page_size; one under 0 is of a
+            token of padding, for which nothing is written.
+
+    Raises:
+        ValueError: types differ.
+    """
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != cache.dtype:
+            raise ValueError(f"{name} must be of the cache's dtype, {cache.dtype}; got {describe(x)}")
+    n = slots.shape[0]
+    key, value = key[:n], value[:n]
+    if not n:
+        return
+    if sees_on(cache.device.type):
+        from gossamer.kernels.triton.paged.write_slots import write_slots
+
+        write_slots(cache, _readable(key), _readable(value), slots)
+        return
+    new, there = torch.cat([key, value], -1), slots >= 0
+    # A token of padding writes what the first one that is none writes, where that does; if all are padding, what is
+    # in slot 0 already: no shape follows from a value.
+    row = torch.where(there, torch.arange(n, device=slots.device), there.int().argmax())
+    found, pages, size = slots[row], cache.transpose(1, 2), cache.shape[2]
+    slot = found.clamp(min=0)
+    page, slot = slot // size, slot % size
+    pages[page, slot] = torch.where((found >= 0)[:, None, None], new[row], pages[page, slot])
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
