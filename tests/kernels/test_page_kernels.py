@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,19 +18,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gossamer.memo import forget_all
 from gossamer.patterns.reach import Reach, Rule
-from gossamer.torch import device_arrays, fused_structure
+from gossamer.torch import device_arrays, fused_structure, paged
+from gossamer.torch.structure import pages, sequences
 from gossamer.torch.structure.base import narrow, sorted_edges
 from gossamer.torch.structure.fused_pages import fused_tiles
 from gossamer.torch.structure.page_tiles import Made, Sequences, listed_tiles, query_tiles
 from tests.kernels.test_bound_kernels import draw_edges, draw_reach, extreme, typed
 from tests.support.processes import INTERPRETING, LAUNCHES, compiled, in_interpreter
+from tests.torch import test_pages
+from tests.torch.test_device_structure import RULES
 
 pytest.importorskip("triton")
 
 from gossamer.kernels.structure import pages as page_kernels
 
-CASES = int(os.environ.get("PAGE_CASES", "120"))
+CASES = int(os.environ.get("PAGE_CASES", "40"))
 WILD = (-1, -(2**31), 2**31 - 1)
 
 
@@ -145,8 +150,94 @@ def draws(numbers: range, monkeypatch: pytest.MonkeyPatch, device: str, small: b
             raise
 
 
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a GPU: kernels make structure, and no number is read."""
+    monkeypatch.setattr(device_arrays, "fused", lambda like: fused_structure.kernels)
+    for module in (pages, sequences, paged):
+        monkeypatch.setattr(module, "is_read", lambda *_: False)
+    forget_all()
+    yield
+    forget_all()
+
+
 @pytest.mark.skipif(not INTERPRETING, reason="interprets")
 @pytest.mark.parametrize("chunk", range(4))
-def test_random_structures(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_arrays, "fused", lambda like: fused_structure.kernels)
+def test_random_structures(by_kernels: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draws(range(chunk, CASES, 4), monkeypatch, "cpu")
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize(("name", "devices"), [("sinks", {"cpu"}), ("strided", {"cuda"})], ids=["in place", "copied"])
+def test_calls(by_kernels: None, name: str, devices: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a key that is new, and of the same key and other numbers, whose structure was recorded."""
+    monkeypatch.setattr(paged, "IN_PLACE", devices)
+    lengths = [(1, 130), (30, 100), (0, 7), (2, 64)]
+    case = test_pages.drawn(random.Random(0), name, page=64, lengths=lengths)
+    test_pages.check(case, test_pages.run(case, RULES[name][0]))
+    with monkeypatch.context() as m:
+        m.setattr(paged, "_made", None)  # no layout is made but by what was recorded
+        test_pages.check(case, test_pages.run(case, RULES[name][0]))
+        k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (case.k, case.v))  # shorter sequences see other keys
+        used, table = [n - (n > 60) for n in case.used], case.table.clamp(0, len(k) - 1).flip(1)
+        other = case._replace(used=used, table=table, k=k, v=v)
+        found = test_pages.run(other, RULES[name][0])
+    monkeypatch.setattr(device_arrays, "fused", lambda like: None)
+    forget_all()
+    for x, wanted in zip(found, test_pages.run(other, RULES[name][0]), strict=True):
+        assert torch.equal(x, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING, reason="is interpreting")
+def test_in_interpreter() -> None:
+    in_interpreter(__file__, "test_random_structures", "test_calls")
+
+
+COMPILE = f"""{LAUNCHES}
+from gossamer.kernels.structure import pages
+
+pages.launch = launch
+wide, vector, table = torch.zeros(9, dtype=torch.int64), torch.zeros(8).int(), torch.zeros(8, 11).int()
+causal, block = (2**31 - 1, 2**31 - 1, -5, -1, 10, 1, 700, 0), (0, 700, 0, 0, 0, 700, 700, 64)
+in_place, copied = (300, 4, 11, 64, 99, 64, 64, 4, 128, 64, 4, 4), (300, 4, 11, 24, 99, 0, 192, 2, 128, 64, 4)
+pages.page_tiles(wide, vector, table, in_place, causal, (1,))
+pages.page_tiles(vector, wide[:8], table.long(), in_place, causal + block, (3, 1))
+pages.page_tiles(vector, vector, table, copied, causal, (1,))
+compile_all(3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [80, 90])
+def test_kernels_compile(sm: int, tmp_path: Path) -> None:
+    compiled(COMPILE, sm, cache=tmp_path)
+
+
+def test_shapes_under_a_mode() -> None:
+    """There the operator is seen, which tells shapes alone."""
+    in_place = set()
+    for seed in range(6):
+        given = draw(np.random.default_rng(seed), torch.device("cpu"))
+        want, _ = by_operations(given)
+        with FakeTensorMode() as mode:
+            told = (x.new_empty(x.shape, device="cuda") for x in map(mode.from_tensor, given[:3]))
+            found = fused_tiles(*told, *given[3:])
+        assert found is not None and len(found.parts) == len(want.parts)
+        for one, other in zip(tensors(found), tensors(want), strict=True):
+            assert one.device.type == "cuda" and (one.shape, one.dtype) == (other.shape, other.dtype)
+        in_place.add(given.between is not None)
+    assert in_place == {False, True}
+
+
+def tensors(made: Made) -> Iterator[Tensor]:
+    yield from (made.token, made.head, made.place)
+    for part in made.parts:
+        yield from (*part.layout.rows.arrays(), *(part.copied or ()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("small", [True, False])
+def test_random_structures_on_a_gpu(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws(range(CASES), monkeypatch, "cuda", small)

@@ -57,6 +57,18 @@ def _seen(begin, end, first, last, keys, numbers, reaches, FORM: tl.constexpr):
 
 
 @triton.jit
+def _ends(first, last, keys, numbers, reaches, FORM: tl.constexpr):
+    """The first key that a query at a position or behind it may see, and the one behind the last of another."""
+    least, most = keys, keys * 0
+    for i in tl.static_range(FORM.REACHES):
+        reach = reaches[REACH * i : REACH * i + REACH]
+        lo, _end = interval(first, keys, numbers, reach, FORM.BLOCKED[i])
+        _begin, hi = interval(last, keys, numbers, reach, FORM.BLOCKED[i])
+        least, most = tl.minimum(least, lo), tl.maximum(most, hi)
+    return least, most
+
+
+@triton.jit
 def _entries(table, i_seq, page, there, numbers):
     """The pages at some places of a sequence's table, and which of these exist."""
     at = table + i_seq.to(tl.int64) * numbers.table_row + page.to(tl.int64) * numbers.table_step
@@ -163,7 +175,10 @@ def _tile(
         copied_full += i_tile * (units * unit_tiles)
         copied_mixed += i_tile * numbers.copied_room
         copied_pool += i_tile * numbers.copied_room * BLOCK_Q * (BLOCK_KV // 32)
-        for m0 in range(0, tl.cdiv(keys, BLOCK_KV), FORM.TILES):
+        # From the first page on that some query of the sequence sees, so that all that are copied are counted.
+        least, most = _ends(at + first, at + last, keys, numbers, reaches, FORM)
+        least = least // numbers.size * numbers.size // BLOCK_KV
+        for m0 in range(least, tl.cdiv(most, BLOCK_KV), FORM.TILES):
             m = m0 + tl.arange(0, FORM.TILES)
             of_unit, in_unit = m % unit_tiles, tl.arange(0, FORM.UNIT)[None, :]
             page = (m // unit_tiles * numbers.unit)[:, None] + in_unit
@@ -212,7 +227,7 @@ def _copies(i_seq, chunk, edges, used, table, pages, unseen, numbers, reaches, F
     unseen += i_seq.to(tl.int64) * (units * numbers.unit) * size
     if FORM.IN_PLACE:  # a unit is a page
         n_pages = keys * 0
-        for c0 in range(0, numbers.n, FORM.CHUNK):
+        for c0 in range(0, tl.cdiv(keys, size), FORM.CHUNK):
             c = c0 + tl.arange(0, FORM.CHUNK)
             entry, exists = _entries(table, i_seq, c, c < numbers.n, numbers)
             some, whole = _seen(c * size, c * size + size, i_first, i_last, keys, numbers, reaches, FORM)

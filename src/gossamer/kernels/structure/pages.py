@@ -14,10 +14,9 @@ from gossamer.kernels.structure.block_lists import WORD
 from gossamer.kernels.structure.page_kernels import PageForm, PageNumbers, page_tiles_kernel
 
 EDGES = 32, 1024  # that are looked at at a time: the fewest, and the most
-ENTRIES = 1024  # of the table that are looked at at a time: of tiles of keys, the pages that each needs
-TILES = 16, 128  # that are looked at at a time, likewise
+TILES, ENTRIES = (16, 512), 2048  # of keys at a time, likewise; the most entries of the table that name their pages
 CHUNK = 512  # pages or slots of copies at a time
-BITS, SPLIT = 4, 16  # tiles of bits of a program, where no more programs share a list than that
+BITS, SPLIT = 8, 8  # tiles of bits of a program, where no more programs share a list than that
 UNSEEN, LISTS = 4, 5  # the place of what has truth values, and the arrays of lists over one thing
 
 
@@ -88,11 +87,11 @@ def page_tiles(
         of.unit // of.block_kv, of.units, of.room, of.copied_room, chunks, edges.stride(0), used.stride(0),
         *table.stride(),
     )  # fmt: skip
-    pages_at_once = power(of_unit)
+    pages_at_once, tiles = power(of_unit), -(-of.n * of.size // of.block_kv)
     form = PageForm(
         of.block_q, of.block_kv, power(of.block_q), power(of.block_kv // WORD), of.between > 0, pages_at_once,
         len(steps), tuple(x.block > 0 for x in each), tuple(step > 1 for step in steps), split, power(R, *EDGES),
-        power(ENTRIES // pages_at_once, *TILES), CHUNK,
+        power(min(tiles, ENTRIES // pages_at_once), *TILES), CHUNK,
     )  # fmt: skip
     launch(
         page_tiles_kernel, ((numbers.tiles + 1) * split + R * chunks,), edges, used, table, *made, *unread, numbers,
