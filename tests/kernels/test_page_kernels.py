@@ -55,6 +55,7 @@ def draw(rng: np.random.Generator, device: torch.device) -> Given:
     tile = int(rng.choice([32, 64, 64, 96, 128])), int(rng.choice([32, 64, 64, 96, 128]))
     size = int(rng.choice([1, 16, 24, 32, 64, 64, 128, 20]))
     R, n, P = (int(rng.integers(1, most)) for most in (rng.choice([3, 6, 9]), min(16, 200 // size + 3), 30))
+    P = 300 if rng.random() < 0.2 else P  # more than the numbers of a table of bytes
     slots, G, ratio = n * size, 2, int(rng.choice([1, 2, 3, 4, 6]))
     T = int(rng.choice([1, rng.integers(1, 20), rng.integers(1, 150)]))
     if rng.random() < 0.6:  # lengths of a usual step
@@ -64,7 +65,7 @@ def draw(rng: np.random.Generator, device: torch.device) -> Given:
     else:
         edges = draw_edges(rng, R + 1, T)
     used = rng.integers(0, slots + 1, R) if rng.random() < 0.7 else extreme(rng, slots, R)
-    table = rng.integers(0, P, (R, n))
+    table = rng.integers(0, min(P, 256), (R, n))
     table = np.where(rng.random((R, n)) < rng.choice([0, 0.1]), rng.choice(WILD, (R, n)), table)
     reaches = tuple(
         draw_reach(rng, slots)._replace(step=int(rng.choice([1, 1, 1, 2, 3, 8, 31, 32, 33, 70, slots])))

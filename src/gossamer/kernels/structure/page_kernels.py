@@ -73,7 +73,7 @@ def _entries(table, i_seq, page, there, numbers):
     """The pages at some places of a sequence's table, and which of these exist."""
     at = table + i_seq.to(tl.int64) * numbers.table_row + page.to(tl.int64) * numbers.table_step
     entry = tl.load(at, mask=there, other=-1)
-    there = (entry >= 0) & (entry < numbers.pages)
+    there = there & (entry >= 0) & (entry < numbers.pages)  # where it is read: -1 is no number of bytes
     return tl.where(there, entry, 0).to(tl.int32), there
 
 

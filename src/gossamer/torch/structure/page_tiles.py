@@ -13,6 +13,7 @@ from gossamer.layouts import BlockLayout
 from gossamer.layouts.device import KeyTiles, Progression, most_mixed, page_layout
 from gossamer.patterns.reach import Reach
 from gossamer.torch import device_arrays
+from gossamer.torch.structure.base import narrow
 from gossamer.torch.structure.inputs import Tile
 
 
@@ -151,8 +152,9 @@ def listed_tiles(
         between, exact: as for `Table.parts`.
     """
     (T, H, G, P, size), (R, n), (block_q, _) = facts, table.shape, tile
-    there = (table >= 0) & (table < P)
-    listed = Table(table.masked_fill(~there, 0).int(), (seen & there[..., None]).view(R, n * size), size)
+    number = narrow(table, -1, P)
+    there = (number >= 0) & (number < P)
+    listed = Table(number.masked_fill(~there, 0), (seen & there[..., None]).view(R, n * size), size)
     queries = query_tiles(of, T, H // G, block_q)
     parts = listed.parts(Layouts(of, queries, tile, H // G), P, between, exact)
     return Made(queries.token.view(-1), queries.head.view(-1), queries.place, tuple(parts))
