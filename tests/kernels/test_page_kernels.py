@@ -52,8 +52,8 @@ class Given(NamedTuple):
 
 def draw(rng: np.random.Generator, device: torch.device) -> Given:
     """Sequences over pages, of which tables name some that do not exist."""
-    tile = int(rng.choice([32, 64, 64, 96, 128])), int(rng.choice([32, 64, 64, 96, 128]))
-    size = int(rng.choice([1, 16, 24, 32, 64, 64, 128, 20]))
+    tile = int(rng.choice([32, 64, 64, 96, 128])), int(rng.choice([32, 32, 64, 64, 96, 128]))
+    size = int(rng.choice([1, 16, 24, 32, 64, 64, 128, 128, 20]))
     R, n, P = (int(rng.integers(1, most)) for most in (rng.choice([3, 6, 9]), min(16, 200 // size + 3), 30))
     P = 300 if rng.random() < 0.2 else P  # more than the numbers of a table of bytes
     slots, G, ratio = n * size, 2, int(rng.choice([1, 2, 3, 4, 6]))
@@ -71,11 +71,11 @@ def draw(rng: np.random.Generator, device: torch.device) -> Given:
         draw_reach(rng, slots)._replace(step=int(rng.choice([1, 1, 1, 2, 3, 8, 31, 32, 33, 70, slots])))
         for _ in range(int(rng.choice([1, 1, 2, 3])))
     )
-    if rng.random() < 0.3:  # a window with sinks
-        left = int(rng.integers(0, slots + 1))
-        reaches = (Reach(left, 0), Reach(None, 0, first=int(rng.integers(0, 80))))
+    if rng.random() < 0.5:  # a window, which may have sinks and meet them
+        left = int(rng.choice([rng.integers(0, slots + 1), max(0, min(slots, int(used.max())) - rng.integers(0, 99))]))
+        reaches = (Reach(left, 0), Reach(None, 0, first=int(rng.integers(0, 80))))[: int(rng.integers(1, 3))]
     _, block_kv = tile
-    in_place = size % block_kv == 0 and rng.random() < 0.7
+    in_place = size % block_kv == 0 and rng.random() < 0.8
     between = size + block_kv * int(rng.choice([0, 0, 1, 3])) if in_place else None
     told = (typed(rng, x, device) for x in (edges, used, table))
     return Given(*told, Rule(reaches).seeing, tile, (T, G * ratio, G, P, size), between)
@@ -169,6 +169,19 @@ def test_random_structures(by_kernels: None, chunk: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="interprets")
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_page_that_two_reaches_cover(by_kernels: None, turn: int) -> None:
+    """Whichever comes first, it is read where it lies."""
+    reaches = (Reach(60, 0), Reach(None, 0, first=45))[::turn]
+    edges, used, table = torch.tensor([0, 1]), torch.tensor([100]), torch.tensor([[1, 2]])
+    given = Given(edges, used, table, reaches, (64, 64), (1, 2, 1, 3, 64), 64)
+    check(given)
+    want, _ = by_operations(given)
+    over_pool, _ = want.parts
+    assert over_pool.layout.rows.bits.counts.flatten().tolist() == [1, 0]
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="interprets")
 @pytest.mark.parametrize(("name", "devices"), [("sinks", {"cpu"}), ("strided", {"cuda"})], ids=["in place", "copied"])
 def test_calls(by_kernels: None, name: str, devices: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a key that is new, and of the same key and other numbers, whose structure was recorded."""
@@ -192,7 +205,7 @@ def test_calls(by_kernels: None, name: str, devices: set[str], monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="is interpreting")
 def test_in_interpreter() -> None:
-    in_interpreter(__file__, "test_random_structures", "test_calls")
+    in_interpreter(__file__, "test_random_structures", "test_a_page_that_two_reaches_cover", "test_calls")
 
 
 COMPILE = f"""{LAUNCHES}

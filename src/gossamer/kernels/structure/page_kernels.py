@@ -195,7 +195,7 @@ def _tile(
                 new = (listed & (whole == 0) & (of_unit == 0)).to(tl.int32)
                 unit = n_pages + tl.cumsum(new, 0) - 1
                 n_pages += tl.sum(new, 0)
-                listed = listed & (whole == 0) & (unit < units)
+                listed = listed & (whole == 0)
             else:
                 unit = m // unit_tiles
             number = (i_seq * units + unit) * unit_tiles + of_unit
