@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gossamer as gs
+from gossamer.bench.latency import captured
 from gossamer.memo import forget_all
 from gossamer.patterns.reach import Reach, Rule
 from gossamer.torch import device_arrays, fused_structure, paged
@@ -255,3 +257,31 @@ def tensors(made: Made) -> Iterator[Tensor]:
 @pytest.mark.parametrize("small", [True, False])
 def test_random_structures_on_a_gpu(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     draws(range(CASES), monkeypatch, "cuda", small)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_graph_reads_lengths_and_tables_again(page: int) -> None:
+    n, shape = 640 // page, (2 * 640 // page, page, 2, 64)
+    q = torch.randn(600, 8, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    edges, used = torch.tensor([0, 500, 600], device="cuda"), torch.tensor([500, 333], device="cuda")
+    table = torch.randperm(2 * n, device="cuda").view(2, n)
+
+    def run() -> tuple[Tensor, ...]:
+        given = gs.PackedSequences(edges, pages=gs.Pages(table, used, page), pattern=gs.SlidingWindow(200, sinks=4))
+        return gs.attention(q, k, v, gs.device_layout(q, k, v, given, layout="bshd"), layout="bshd", return_lse=True)
+
+    graph, held = captured(run)
+    edges.copy_(torch.tensor([3, 90, 580]))
+    used.copy_(torch.tensor([640, 501]))
+    table.copy_(torch.randperm(2 * n, device="cuda").view(2, n))
+    want = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, held, want))
+    forget_all()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(device_arrays, "fused", lambda like: None)
+        assert all(map(torch.equal, held, run()))
