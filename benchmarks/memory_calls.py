@@ -165,6 +165,8 @@ def structures() -> dict[str, Call]:
         "blocks": call(lambda x: gs.attention(*x, gs.BlockIndices(blocks(), 64) & gs.Causal())),
         "keys": call(lambda x: gs.attention(*x, gs.Indices(keys()))),
         "packed": call(lambda x: gs.varlen(*(y[0].transpose(0, 1) for y in x), edges(), pattern=gs.Causal())),
+        "pages": partial(structure_over_pages, gs.SlidingWindow(100, sinks=4), page=64),
+        "pages that are copied": partial(structure_over_pages, gs.Strided(40, 20), page=16),
     }
 
 
@@ -187,6 +189,19 @@ def over_pages(pattern: Pattern, *, page: int, tokens: int = 1, **options: Any) 
     shapes = (R * tokens, 8, 64), (R * n, page, 2, 64), (R * n, page, 2, 64)
     q, k, v = (x.detach() for x in _drawn(torch.bfloat16, *shapes))
     gs.varlen(q, k, v, edges, pattern=pattern, seqused_k=used, block_table=table, **options)
+
+
+def structure_over_pages(pattern: Pattern, *, page: int) -> None:
+    """The structure of a step of prompts and decodes, one sequence of no queries and one of no keys."""
+    n = -(-700 // page)
+    used = torch.tensor([700, 0, 513, 64], device=CUDA)
+    table = torch.randperm(4 * n, device=CUDA).view(4, n).int()
+    edges = torch.tensor([0, 600, 601, 601, 641], device=CUDA)
+    shapes = (644, 8, 64), (4 * n, page, 2, 64), (4 * n, page, 2, 64)
+    q, k, v = (x.detach() for x in _drawn(torch.bfloat16, *shapes))
+    given = gs.PackedSequences(edges, pages=gs.Pages(table, used, page), pattern=pattern)
+    step = gs.device_layout(q, k, v, given, layout="bshd")
+    gs.attention(q, k, v, step, layout="bshd")
 
 
 def chosen(score: str, **options: Any) -> None:

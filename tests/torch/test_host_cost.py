@@ -16,6 +16,7 @@ from gossamer.kernels.hopper import missing_packages
 from gossamer.kernels.launch import operand_of
 from gossamer.memo import forget_all
 from tests.support.entered import entered
+from tests.support.modes import Seen
 
 needs_tvm_ffi = pytest.mark.skipif(bool(missing_packages()), reason="; ".join(missing_packages()))
 
@@ -195,3 +196,42 @@ def test_how_much_of_the_package_a_call_with_structure_enters(
         run(x)
     repeat = entered(lambda: run(x))
     assert len(repeat.files) <= files and len(repeat.functions) <= functions + gradient, sorted(repeat.functions)
+
+
+VIEW = "aten.as_strided.default"  # takes the place of what goes past the dispatcher where a mode could see it
+
+
+@pytest.mark.parametrize("pattern", [gs.Causal(), gs.SlidingWindow(30, sinks=4) | gs.Dilated(9, 0, 2)], ids=str)
+@pytest.mark.parametrize("devices", [{"cuda"}, {"cpu"}], ids=["copied", "in place"])
+def test_structure_over_pages_is_one_launch(
+    devices: set[str], pattern: gs.Pattern, monkeypatch: pytest.MonkeyPatch, on_a_cpu: None
+) -> None:
+    """Of a key that comes again, whatever its numbers; the first one makes what follows from shapes beside it."""
+    pytest.importorskip("triton")
+    from gossamer.kernels import relaunch
+    from gossamer.torch import device_arrays, fused_structure, paged
+    from gossamer.torch.key import unseen
+    from gossamer.torch.structure import pages, sequences
+
+    launched: list[Any] = []
+    monkeypatch.setattr(relaunch, "_kept", lambda *_: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(device_arrays, "fused", lambda like: fused_structure.kernels)
+    monkeypatch.setattr(paged, "IN_PLACE", devices)
+    for module in (pages, sequences, paged):
+        monkeypatch.setattr(module, "is_read", lambda *_: False)
+    forget_all()
+    q, k = torch.zeros(40, 4, 8), torch.zeros(9, 64, 2, 8)
+    table, used, cu = torch.zeros(3, 5, dtype=torch.int32), torch.tensor([9, 0, 300]), torch.tensor([0, 1, 1, 40])
+
+    def make() -> None:
+        given = gs.PackedSequences(cu, pages=gs.Pages(table, used, 64), pattern=pattern)
+        gs.device_layout(q, k, k, given, layout="bshd")
+
+    for turn in range(3):
+        before = len(launched)
+        with unseen(), Seen() as seen:
+            make()
+        assert len(launched) == before + 1
+        assert len(seen.names) <= 160 if turn == 0 else set(seen.names) <= {VIEW}, seen.names
+    assert events(make) <= 425
+    forget_all()

@@ -498,3 +498,15 @@ def test_layers_whose_pages_lie_otherwise(in_place: list[paged.PagedLayout]) -> 
     check(case, gs.attention(case.q, laid(case.k, "halves"), case.v, shared, layout="bshd", return_lse=True))
     with pytest.raises(ValueError, match=r"v must have pages 64 rows apart, as those that pattern was made for; got"):
         gs.attention(case.q, case.k, laid(case.v, "beside"), shared, layout="bshd")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("where", ["copied", "in place"])
+def test_a_table_of_bytes_and_more_pages_than_they_count(
+    dtype: torch.dtype, where: str, request: pytest.FixtureRequest
+) -> None:
+    if where == "in place":
+        request.getfixturevalue("in_place")
+    case = drawn(random.Random(8), "causal", page=64, lengths=[(3, 90), (1, 64)])
+    k, v = (torch.cat([x, x.new_full((256 - len(x), *x.shape[1:]), torch.nan)]) for x in (case.k, case.v))
+    check(case, run(case._replace(k=k, v=v, table=case.table.clamp(0, 100).to(dtype)), gs.Causal()))

@@ -114,6 +114,11 @@ class Rule(NamedTuple):
         return only if not more and only.step == 1 else None
 
     @property
+    def seeing(self) -> tuple[Reach, ...]:
+        """Its reaches; one that sees no key does so wherever its ends are, which may be those of several rows."""
+        return tuple([Reach(first=0) if reach.longest == 0 else reach for reach in self.reaches])
+
+    @property
     def every(self) -> bool:
         """Whether it sees every key: see `Reach.every`."""
         return len(self.reaches) == 1 and self.reaches[0].every

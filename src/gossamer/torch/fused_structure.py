@@ -38,6 +38,9 @@ library.define(
     "row_bounds(int kind, Tensor? told, Tensor? told_keys, Tensor? used, Tensor? offset, Tensor? key_starts, "
     "Tensor? key_lengths, SymInt[] sizes, SymInt[] reach) -> (Tensor, Tensor)"
 )
+library.define(
+    "page_tiles(Tensor edges, Tensor used, Tensor table, SymInt[] sizes, SymInt[] reaches, SymInt[] steps) -> Tensor[]"
+)
 
 
 def _block_lists(*arguments: Any) -> tuple[Tensor, ...]:
@@ -134,6 +137,25 @@ def _fake_row_bounds(
     return tuple(like.new_empty(shape, dtype=torch.int32) for _ in range(2))
 
 
+def _page_tiles(*arguments: Any) -> list[Tensor]:
+    from gossamer.kernels.structure.pages import page_tiles
+
+    return page_tiles(*arguments)
+
+
+def _fake_page_tiles(
+    edges: Tensor, used: Tensor, table: Tensor, sizes: Sequence[int], reaches: Sequence[int], steps: Sequence[int]
+) -> list[Tensor]:
+    from gossamer.kernels.structure.pages import UNSEEN, PageSizes
+
+    return [
+        edges.new_empty(shape, dtype=torch.bool if at == UNSEEN else torch.int32)
+        for at, shape in enumerate(PageSizes(*sizes).shapes(used.shape[0]))
+    ]
+
+
+library.impl("page_tiles", _page_tiles, "CUDA")
+torch.library.register_fake("gossamer::page_tiles", _fake_page_tiles, lib=library)
 library.impl("row_bounds", _row_bounds, "CUDA")
 torch.library.register_fake("gossamer::row_bounds", _fake_row_bounds, lib=library)
 library.impl("key_unions", _key_unions, "CUDA")
@@ -178,6 +200,11 @@ class _Kernels:
     def row_bounds(self, *arguments: Any) -> Bounds:
         """Of `structure.fused_bounds`; the arguments are those of the operator."""
         return Bounds(*_run(_row_bounds, torch.ops.gossamer.row_bounds.default, *arguments))
+
+    def page_tiles(self, *arguments: Any) -> list[Tensor]:
+        """Of `structure.fused_pages`; the arguments are those of the operator."""
+        made: list[Tensor] = _run(_page_tiles, torch.ops.gossamer.page_tiles.default, *arguments)
+        return made
 
 
 kernels = _Kernels()

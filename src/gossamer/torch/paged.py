@@ -43,9 +43,10 @@ from gossamer.torch.planning import problem_of
 from gossamer.torch.recording import Again, record
 from gossamer.torch.request import Request, request_of
 from gossamer.torch.structure.base import is_read, narrow, sorted_edges
+from gossamer.torch.structure.fused_pages import fused_tiles
 from gossamer.torch.structure.inputs import Tile
 from gossamer.torch.structure.make import tile_of
-from gossamer.torch.structure.page_tiles import Copied, Layouts, Part, Sequences, Table, query_tiles, rows_of_pool
+from gossamer.torch.structure.page_tiles import Copied, Part, Sequences, listed_tiles, rows_of_pool
 from gossamer.torch.structure.pages import Pages
 from gossamer.torch.structure.sequences import PackedSequences
 
@@ -205,7 +206,7 @@ def paged_layout(given: Paged, packed: PackedSequences, options: AttentionOption
         of_parts = (x for part in layout.parts for x in (*arrays_of(part.layout), *(part.copied or ())))
         return [layout.token, layout.head, layout.place, *of_parts]
 
-    again, (layout,) = record(arrays, told, device).again, made
+    again, (layout,) = record(arrays, told, device, together=True).again, made
     if again is not None:
         parts = tuple((geometry_of(part.layout), part.copied is not None) for part in layout.parts)
         known_calls.put(key, Repeated(again, between, parts), again.held)
@@ -230,26 +231,22 @@ def _key(given: Paged, packed: PackedSequences, told: Sequence[Tensor], options:
 def _made(
     given: Paged, packed: PackedSequences, pages: Pages, cu_seq_q: Tensor, tile: Tile, between: int | None, source: str
 ) -> PagedLayout:  # fmt: skip
-    """The layout by operations of torch; where numbers are read they are checked."""
-    T, H, G, P, size = given.facts
-    table, ratio, (R, n) = pages.block_table, H // G, pages.block_table.shape
-    device = given.q.device
-    used, exact = narrow(pages.seqused_k, 0, n * size), is_read("Pages", False, table) and device.type == "cpu"
-    if exact:
-        n = max(1, -(-int(used.max()) // size))
-    sequences = Sequences(sorted_edges(cu_seq_q, T), used, packed.rule.reaches, n * size)
-    seen = sequences.seen().view(R, n, size)
-    if pages.read():
-        pages.check_numbers(torch.nn.functional.pad(seen.any(-1), (0, table.shape[1] - n)), P)
-    table = table[:, :n]
-    there = (table >= 0) & (table < P)
-    listed = Table(table.masked_fill(~there, 0).int(), (seen & there[..., None]).view(R, n * size), size)
-    block_q, _ = tile
-    queries = query_tiles(sequences, T, ratio, block_q)
-    parts = listed.parts(Layouts(sequences, queries, tile, ratio), P, between, exact)
-    return PagedLayout(
-        pages, given.facts, between, queries.token.view(-1), queries.head.view(-1), queries.place, tuple(parts), source
-    )
+    """The layout; where numbers are read they are checked."""
+    facts, table, reaches, read = given.facts, pages.block_table, packed.rule.seeing, pages.read()
+    (T, _, _, P, size), (R, n) = facts, table.shape
+    exact = is_read("Pages", False, table) and given.q.device.type == "cpu"
+    made = None if exact else fused_tiles(cu_seq_q, pages.seqused_k, table, reaches, tile, facts, between)
+    if made is None or read:
+        used = narrow(pages.seqused_k, 0, n * size)
+        if exact:
+            n = max(1, -(-int(used.max()) // size))
+        sequences = Sequences(sorted_edges(cu_seq_q, T), used, reaches, n * size)
+        seen = sequences.seen().view(R, n, size)
+        if read:
+            pages.check_numbers(torch.nn.functional.pad(seen.any(-1), (0, table.shape[1] - n)), P)
+        if made is None:
+            made = listed_tiles(sequences, seen, table[:, :n], tile, facts, between, exact)
+    return PagedLayout(pages, facts, between, *made, source)
 
 
 def _plan(given: Paged, rows: int, options: AttentionOptions) -> tuple[Tile, int | None]:

@@ -32,7 +32,6 @@ FEW, MORE = 8, 512  # tokens of each sequence, and beside them of a chunk: more 
 MOST_REACHES = 2  # of a rule
 REQUIRED = 6  # tensors of a call
 NAMES = ("q", "k", "v", "cu_seq_q", "block_table", "seqused_k", "sink_logits", "out")
-NOTHING = Reach(first=0)
 WITHOUT_OUT = tuple(name for name in NAMES if name != "out")  # which the launch then makes
 _NUMBERS = (type(None), int, float)
 
@@ -199,8 +198,7 @@ def _bound(given: Given, packed: PackedSequences, o: AttentionOptions) -> Any:
     problem = problem_over_pages(given, packed, o)
     if problem is None:
         return None
-    # What no token sees is not read, wherever the two ends of a tile lie.
-    slots, reaches = problem.K, [NOTHING if reach.longest == 0 else reach for reach in packed.rule.reaches]
+    slots, reaches = problem.K, packed.rule.seeing  # what no token sees is not read
     call = PagedCall(
         tuple(Reaching(*reach_numbers(reach, slots)) for reach in reaches), tuple(reach.step for reach in reaches),
         min(slots, sum(_most(reach, slots) for reach in reaches) + MOST_ROWS), pages.page_size, is_bshd(o.layout),

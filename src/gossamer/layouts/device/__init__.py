@@ -8,7 +8,7 @@ from gossamer.layouts.device.arrays import Arrays, BlockLists, Fused, IntervalLi
 from gossamer.layouts.device.block_lists import block_list_layout
 from gossamer.layouts.device.intervals import empty_layout, interval_layout
 from gossamer.layouts.device.key_lists import key_list_layout
-from gossamer.layouts.device.pages import KeyTiles, most_mixed, page_layout
+from gossamer.layouts.device.pages import KeyTiles, Listed, check_tiles, listed_layout, most_mixed, page_layout
 from gossamer.layouts.device.progressions import Progression, progression_layout
 
 __all__ = [
@@ -17,12 +17,15 @@ __all__ = [
     "Fused",
     "IntervalLists",
     "KeyTiles",
+    "Listed",
     "Progression",
     "Sorted",
     "block_list_layout",
+    "check_tiles",
     "empty_layout",
     "interval_layout",
     "key_list_layout",
+    "listed_layout",
     "most_mixed",
     "page_layout",
     "progression_layout",

@@ -45,8 +45,7 @@ def page_layout(
     """
     block_q, block_kv = tile_edge("block_q", block_q), tile_edge("block_kv", block_kv)
     T, words, (_, M) = position.shape[0], block_kv // WORD, tiles.begin.shape
-    check_sizes(Q=T * block_q, K=K)
-    check_capacity(max(T * M, T * room * block_q * words))
+    check_tiles(T, M, room, K, block_q, block_kv)
     at = (sequence[:, None] * M + xp.arange(M, sequence)).reshape(-1)
     begin, number, listed = (xp.take(x.reshape(-1), at).reshape(T, M) for x in tiles)
     listed = listed & there[:, None]
@@ -72,17 +71,47 @@ def page_layout(
             kept = kept & every_nth(one.step, (position.reshape(T, 1, block_q, 1) - column) % one.step, xp)
         bits = kept if bits is None else bits | kept
     assert bits is not None
-    tile, none, nothing = xp.arange(T, begin), xp.full((0,), 0, begin), xp.full((1, 1, T), 0, begin)
 
-    def listing(kept: Array, places: Array, most: int) -> TileList:
-        indices = xp.take(number.reshape(-1), places.reshape(-1))
-        return TileList((tile * most).reshape(1, 1, T), xp.total(kept).reshape(1, 1, T), indices)
+    def listing(kept: Array, places: Array, most: int) -> Listed:
+        return Listed(xp.total(kept), xp.take(number.reshape(-1), places.reshape(-1)), most)
 
-    edge = xp.full((1, 1, 0), 0, begin)
+    lists = listing(full, of_full, M), listing(mixed, of_mixed, room)
+    pool = bits.reshape(T * room, block_q, words)
+    return listed_layout(*lists, pool, K, block_q=block_q, block_kv=block_kv, xp=xp)
+
+
+def check_tiles(T: int, M: int, room: int, K: int, block_q: int, block_kv: int) -> None:
+    """Raise ValueError for more than int32 addresses: T lists of M tiles of K keys, and of bits of `room` tiles."""
+    check_sizes(Q=T * block_q, K=K)
+    check_capacity(max(T * M, T * room * block_q * (block_kv // WORD)))
+
+
+class Listed(NamedTuple):
+    """Lists of tiles of keys, one for each of T tiles of queries."""
+
+    counts: Array  # (T,) int32
+    indices: Array  # (T * room,) int32
+    room: int  # of each
+
+
+def listed_layout(
+    full: Listed, mixed: Listed, pool: Array, K: int, *, block_q: int, block_kv: int, xp: Arrays
+) -> BlockLayout:
+    """The layout of T tiles of queries over K keys; rows alone.
+
+    Args:
+        mixed: tiles that are not full, whose bits are the entries of the pool (T * room, block_q, block_kv / 32).
+    """
+    (T,) = full.counts.shape
+    none, edge = xp.full((0,), 0, pool), xp.full((1, 1, 0), 0, pool)
+    tile, nothing = xp.arange(T, pool), xp.full((1, 1, T), 0, pool)
+
+    def apart(lists: Listed) -> TileList:
+        return TileList((tile * lists.room).reshape(1, 1, T), lists.counts.reshape(1, 1, T), lists.indices)
+
     walk = Walk(
-        T * block_q, K, block_q, block_kv, full=listing(full, of_full, M), interval=TileList(nothing, nothing, none),
-        bits=listing(mixed, of_mixed, room), lo=edge, hi=edge, pool_index=xp.arange(T * room, begin),
-        pool=bits.reshape(T * room, block_q, words),
+        T * block_q, K, block_q, block_kv, full=apart(full), interval=TileList(nothing, nothing, none),
+        bits=apart(mixed), lo=edge, hi=edge, pool_index=xp.arange(T * mixed.room, pool), pool=pool,
     )  # fmt: skip
     return BlockLayout(walk)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from gossamer.layouts import BlockLayout
 from gossamer.layouts.device import KeyTiles, Progression, most_mixed, page_layout
 from gossamer.patterns.reach import Reach
 from gossamer.torch import device_arrays
+from gossamer.torch.structure.base import narrow
 from gossamer.torch.structure.inputs import Tile
 
 
@@ -20,7 +22,7 @@ class Sequences(NamedTuple):
 
     cu: Tensor  # (R + 1,) int32, ascending: the tokens of each
     used: Tensor  # (R,) int32: its keys
-    reaches: tuple[Reach, ...]
+    reaches: tuple[Reach, ...]  # those of `Rule.seeing`
     slots: int  # of each, more than any has keys
 
     @property
@@ -34,9 +36,8 @@ class Sequences(NamedTuple):
         slot = numbers(self.slots, first)
         found = torch.zeros((len(first), self.slots), dtype=torch.bool, device=first.device)
         for reach in self.reaches:
-            if reach.longest != 0:  # else no query sees a key, wherever the ends are
-                lo, hi = reach.bounds(first, self.slots).lo, reach.bounds(last, self.slots).hi
-                found |= (slot >= lo[:, None]) & (slot < hi[:, None])
+            lo, hi = reach.bounds(first, self.slots).lo, reach.bounds(last, self.slots).hi
+            found |= (slot >= lo[:, None]) & (slot < hi[:, None])
         return found & (slot < self.used[:, None]) & (self.lengths > 0)[:, None]
 
 
@@ -95,13 +96,18 @@ class Layouts(NamedTuple):
         of, queries, (block_q, block_kv) = self.sequences, self.queries, self.tile
         used = of.used[queries.sequence][:, None]
         union = [_bounds(reach, queries.position, used, of.slots) for reach in of.reaches]
-        # Bounds move with the position, but for blocks, at whose edges they jump.
-        longest = [reach.longest if reach.step > 1 or reach.blocks else -1 for reach in of.reaches]
-        room = most_mixed(longest, (block_q - 1) // self.ratio + 1, keys.begin.shape[1], block_kv)
         return page_layout(
             union, queries.position, queries.sequence, queries.there, keys, K, block_q=block_q, block_kv=block_kv,
-            room=room, xp=device_arrays,
+            room=room_for_bits(of.reaches, self.tile, self.ratio, keys.begin.shape[1]), xp=device_arrays,
         )  # fmt: skip
+
+
+def room_for_bits(reaches: Sequence[Reach], tile: Tile, ratio: int, tiles: int) -> int:
+    """The most tiles that are not full of a list, of so many."""
+    block_q, block_kv = tile
+    # Bounds move with the position, but for blocks, at whose edges they jump.
+    longest = [reach.longest if reach.step > 1 or reach.blocks else -1 for reach in reaches]
+    return most_mixed(longest, (block_q - 1) // ratio + 1, tiles, block_kv)
 
 
 def _bounds(reach: Reach, position: Tensor, used: Tensor, slots: int) -> Progression:
@@ -125,6 +131,35 @@ class Part(NamedTuple):
     copied: Copied | None  # None: the pool is read where it is
 
 
+class Made(NamedTuple):
+    """Tiles of queries, and the calls over tiles of keys."""
+
+    token: Tensor  # of each row, as in `QueryTiles`
+    head: Tensor
+    place: Tensor
+    parts: tuple[Part, ...]
+
+
+def listed_tiles(
+    of: Sequences, seen: Tensor, table: Tensor, tile: Tile, facts: tuple[int, ...], between: int | None, exact: bool
+) -> Made:
+    """What is made of sequences.
+
+    Args:
+        seen: (R, n, page_size), slots that their queries see.
+        table: (R, n) integers.
+        facts: (T, H, G, pages, page_size).
+        between, exact: as for `Table.parts`.
+    """
+    (T, H, G, P, size), (R, n), (block_q, _) = facts, table.shape, tile
+    number = narrow(table, -1, P)
+    there = (number >= 0) & (number < P)
+    listed = Table(number.masked_fill(~there, 0), (seen & there[..., None]).view(R, n * size), size)
+    queries = query_tiles(of, T, H // G, block_q)
+    parts = listed.parts(Layouts(of, queries, tile, H // G), P, between, exact)
+    return Made(queries.token.view(-1), queries.head.view(-1), queries.place, tuple(parts))
+
+
 class Table(NamedTuple):
     """The pages of sequences, and what of them is seen."""
 
@@ -139,21 +174,17 @@ class Table(NamedTuple):
             between: rows of the pool from one page to the next, where it is read where it is; None: pages are copied.
             exact: whether the host may read how many are copied; else there is room for all that may be.
         """
-        R, n = self.pages.shape
-        _, block_kv = layouts.tile
+        (R, n), (_, block_kv), reaches = self.pages.shape, layouts.tile, layouts.sequences.reaches
+        unit, most = units_of_copies(n, self.size, block_kv, between, reaches)
         if between is None:
-            unit = math.lcm(self.size, block_kv)
-            units = numbers(-(-n * self.size // unit), self.pages).expand(R, -1)
-            part = self._copied(layouts, units, None, unit, exact)
+            part = self._copied(layouts, numbers(most, self.pages).expand(R, -1), None, unit, exact)
             return [] if part is None else [part]
-        # Of the pages that a sequence sees those at the ends of runs alone may be seen in part.
         seen, column = self.seen.view(R, n, self.size), numbers(n, self.pages)
         whole = seen.all(-1)
         keys = key_tiles(column.expand(R, n), self.pages * (between // block_kv), whole, self.size, block_kv)
         found = [Part(layouts.over(keys, rows_of_pool(P, self.size, between)), None)]
-        order = column.masked_fill(~(seen.any(-1) & ~whole), n).sort(-1).values
-        order = order[:, : 2 * len(layouts.sequences.reaches)]
-        part = self._copied(layouts, order.clamp(max=n - 1), order < n, self.size, exact)
+        order = column.masked_fill(~(seen.any(-1) & ~whole), n).sort(-1).values[:, :most]
+        part = self._copied(layouts, order.clamp(max=n - 1), order < n, unit, exact)
         return found if part is None else [*found, part]
 
     def _copied(
@@ -162,17 +193,19 @@ class Table(NamedTuple):
         """The call over copies of units of pages (R, M); None where nothing is copied.
 
         Args:
-            listed: which of them; None for all that are seen.
+            listed: which of them, all seen; None for all that are seen.
             unit: slots of one.
         """
         (R, M), size, of_unit = units.shape, self.size, unit // self.size
         more, at = -self.pages.shape[1] % of_unit, units.long()[..., None]
         pages = torch.nn.functional.pad(self.pages, (0, more)).view(R, -1, of_unit).gather(1, at.expand(R, M, of_unit))
         seen = torch.nn.functional.pad(self.seen, (0, more * size)).view(R, -1, unit).gather(1, at.expand(R, M, unit))
-        some = seen.any(-1)
-        listed = some if listed is None else listed & some
+        if listed is None:
+            listed = seen.any(-1)
+        else:
+            seen = seen & listed[..., None]
         pages = pages.masked_fill(~seen.view(R, M, of_unit, size).any(-1), 0).view(R * M, of_unit)
-        unseen, number = ~(seen & listed[..., None]).view(R * M, unit), numbers(R * M, units).view(R, M)
+        unseen, number = ~seen.view(R * M, unit), numbers(R * M, units).view(R, M)
         if exact:
             kept = listed.view(-1).nonzero().squeeze(1)
             if not len(kept):
@@ -182,6 +215,21 @@ class Table(NamedTuple):
         _, block_kv = layouts.tile
         keys = key_tiles(units, number * (unit // block_kv), listed, unit, block_kv)
         return Part(layouts.over(keys, unseen.numel()), Copied(pages.reshape(-1), unseen.reshape(-1)))
+
+
+class Units(NamedTuple):
+    """What is copied together: whole pages that are whole tiles."""
+
+    slots: int
+    most: int  # of a sequence
+
+
+def units_of_copies(n: int, size: int, block_kv: int, between: int | None, reaches: Sequence[Reach]) -> Units:
+    """The units of n pages of a sequence: those of all, or, where the pool is read in place, pages seen in part."""
+    if between is None:
+        slots = math.lcm(size, block_kv)
+        return Units(slots, -(-n * size // slots))
+    return Units(size, min(n, 2 * len(reaches)))  # those at the ends of what a reach sees alone
 
 
 def rows_of_pool(P: int, size: int, between: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.checks import boolean
 from gossamer.torch.arguments import INTEGERS, describe, known, whole
-from gossamer.torch.structure.base import OF_INTEGERS, Edges, is_read, vector_of
+from gossamer.torch.structure.base import OF_INTEGERS, Edges, is_read, narrow, vector_of
 
 PageLayout = Literal["pshd", "phsd"]  # of k: (pages, page_size, G, D), or (pages, G, page_size, D)
 MOST_SLOTS = 2**31 - 2**16  # of a sequence: positions are int32
@@ -137,7 +137,8 @@ class Pages:
             raise ValueError(
                 f"seqused_k must be in [0, {most}], the room of block_table; got {int(used.min())} to {int(used.max())}"
             )
-        wrong = seen & ((self.block_table < 0) | (self.block_table >= pages))
+        number = narrow(self.block_table, -1, pages)
+        wrong = seen & ((number < 0) | (number >= pages))
         if bool(wrong.any()):
             first, *_ = self.block_table[wrong].tolist()
             raise ValueError(f"block_table must name pages in [0, {pages}) where keys are seen; got {first}")
