@@ -29,6 +29,7 @@ from gossamer.torch.structure.fused_pages import fused_tiles
 from gossamer.torch.structure.page_tiles import Made, Sequences, listed_tiles, query_tiles
 from tests.kernels.test_bound_kernels import draw_edges, draw_reach, extreme, typed
 from tests.support.processes import INTERPRETING, LAUNCHES, compiled, in_interpreter
+from tests.support.thorough import more
 from tests.torch import test_pages
 from tests.torch.test_device_structure import RULES
 
@@ -36,7 +37,7 @@ pytest.importorskip("triton")
 
 from gossamer.kernels.structure import pages as page_kernels
 
-CASES = int(os.environ.get("PAGE_CASES", "40"))
+CASES = int(os.environ.get("PAGE_CASES", "16" if INTERPRETING else "40"))
 WILD = (-1, -(2**31), 2**31 - 1)
 
 
@@ -225,7 +226,7 @@ compile_all(3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sm", [90, *more(80)])
 def test_kernels_compile(sm: int, tmp_path: Path) -> None:
     compiled(COMPILE, sm, cache=tmp_path)
 
