@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 
 from gossamer.blocks.triton import launch
 
-CASES = int(os.environ.get("BLOCK_CASES", "16"))
+CASES = int(os.environ.get("BLOCK_CASES", "8" if INTERPRETING else "16"))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 interprets = pytest.mark.skipif(not INTERPRETING, reason="interprets")

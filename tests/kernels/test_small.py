@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import INTERPRETING, compiled, in_interpreter
+from tests.support.thorough import more
 
 pytest.importorskip("triton")
 
@@ -99,7 +100,7 @@ if INTERPRETING:
 else:
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("part", range(PARTS))
+    @pytest.mark.parametrize("part", [0, *more(*range(1, PARTS))])
     def test_in_the_interpreter(part: int) -> None:
         tests = [f"test_case[{case.name}]" for case in SMALL][part::PARTS]
         if part == 0:

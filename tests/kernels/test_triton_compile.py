@@ -65,8 +65,11 @@ for dtype, size in (("bfloat16", 128), ("float16", 40), ("float32", 256)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("sm", [89, 90, *more(80, 100)])
+@pytest.mark.parametrize(
+    ("sm", "dtype"),
+    [(90, "bfloat16"), (89, "float32"), *more((89, "bfloat16"), (90, "float32")),
+     *more(*((sm, dtype) for sm in (80, 100) for dtype in ("bfloat16", "float32")))],
+)  # fmt: skip
 def test_shipped_configurations_compile(sm: int, dtype: str, tmp_path: Path) -> None:
     work = f"work = [w for w in shipped(sm) if w[2].dtype == {dtype!r}]"
     compiled(COMPILE.format(work=work), sm, cache=tmp_path)

@@ -132,8 +132,7 @@ if INTERPRETING:
     def test_every_step_size_gives_the_same_rows(rows: int, columns: int) -> None:
         from gossamer.kernels.triton.block.config import TileConfig
 
-        for name in ("bigbird", "window-half", "every-term"):
-            check(next(case for case in CASES if case.name == name), "cpu", tiles=TileConfig(rows, columns, 4, 1))
+        check(next(case for case in CASES if case.name == "every-term"), "cpu", tiles=TileConfig(rows, columns, 4, 1))
 
     def test_descriptors_give_the_same_numbers() -> None:
         from gossamer.kernels.triton.block.config import TileConfig
