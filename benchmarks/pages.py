@@ -12,13 +12,13 @@ are checked against float64 before anything is timed. A peer that does not take 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from host_time import host_us
 from torch import Tensor
 
 import gossamer as gs
@@ -28,7 +28,6 @@ from gossamer.bench.results import append_records
 
 CUDA = torch.device("cuda")
 H, G, D = 32, 8, 128
-HOST_CALLS = 200
 
 
 class Case(NamedTuple):
@@ -136,26 +135,13 @@ def exact(c: Case, x: Cache, sequence: int, head: int) -> Tensor:
 
 
 def check(c: Case, x: Cache, out: Tensor) -> float:
-    """The largest error of a few heads over that of their exact values rounded to bfloat16, in their own size."""
+    """The largest error of a few heads, Euclidean, as a share of the result."""
     worst = 0.0
     for sequence, head in ((0, 0), (c.sequences - 1, H - 1), (c.sequences // 2, 5)):
         wanted = exact(c, x, sequence, head)
         found = out.view(c.sequences, c.tokens, H, D)[sequence, :, head].double()
         worst = max(worst, float((found - wanted).norm() / wanted.norm()))
     return worst
-
-
-def host_us(call: Callable[[], object]) -> float:
-    """Microseconds to enqueue a call, its work not waited for; the median of calls."""
-    for _ in range(10):
-        call()
-    taken = []
-    for _ in range(HOST_CALLS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begun)
-    return 1e6 * sorted(taken)[len(taken) // 2]
 
 
 def copy_tb_s() -> float:
@@ -191,9 +177,13 @@ def measure(name: str) -> dict[str, Any]:
     row = {"case": name, "error": error} | {f"{kind}_us": 1e3 * t for kind, t in times.items()}
     row["tb_s"] = c.sequences * seen * G * 2 * D * 2 / times["gossamer"] * 1e-9
     shared = structure(c, x)
-    row["host_us"] = host_us(calls["gossamer"])
-    row["shared_us"] = host_us(lambda: gs.attention(x.q, x.k, x.v, shared, layout="bshd"))
-    row["structure_us"] = host_us(lambda: structure(c, x))
+    enqueued = {
+        "host": calls["gossamer"],
+        "shared": lambda: gs.attention(x.q, x.k, x.v, shared, layout="bshd"),
+        "structure": lambda: structure(c, x),
+    }
+    for kind, call in enqueued.items():
+        row[f"{kind}_us"], _ = host_us(call)
     return row | ({"refused": refused} if refused else {})
 
 

@@ -366,7 +366,7 @@ def test_what_is_wrong_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [OPERATIONS, *more(*((name,) for name in OPERATIONS))], ids="-".join)
+@pytest.mark.parametrize("gone", [OPERATIONS, *more(*(((name,),) for name in OPERATIONS))], ids="-".join)
 def test_the_core_runs_without_operations(tmp_path: Path, gone: tuple[str, ...]) -> None:
     """Their folders are off the path, with those that use them: the tests of `attention` from torch pass."""
     gone += tuple(user for user, used in USERS.items() if {*used} & {*gone})

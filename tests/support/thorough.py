@@ -8,6 +8,6 @@ import pytest
 
 
 def more(*values: Any) -> list[Any]:
-    """These values as parameters of a test that `make thorough` runs alone; a tuple is several."""
+    """These values as parameters of a test that `make thorough` runs alone; a tuple is of several names."""
     marks = pytest.mark.thorough
     return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks) for value in values]

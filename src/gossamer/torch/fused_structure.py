@@ -146,12 +146,9 @@ def _page_tiles(*arguments: Any) -> list[Tensor]:
 def _fake_page_tiles(
     edges: Tensor, used: Tensor, table: Tensor, sizes: Sequence[int], reaches: Sequence[int], steps: Sequence[int]
 ) -> list[Tensor]:
-    from gossamer.kernels.structure.pages import UNSEEN, PageSizes
+    from gossamer.kernels.structure.pages import PageSizes
 
-    return [
-        edges.new_empty(shape, dtype=torch.bool if at == UNSEEN else torch.int32)
-        for at, shape in enumerate(PageSizes(*sizes).shapes(used.shape[0]))
-    ]
+    return PageSizes(*sizes).made(used.shape[0], edges.device)
 
 
 library.impl("page_tiles", _page_tiles, "CUDA")

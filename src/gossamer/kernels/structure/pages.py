@@ -46,12 +46,16 @@ class PageSizes(NamedTuple):
         yield from ((tiles * self.block_q,), (tiles * self.block_q,), (self.T * self.heads,))
         yield from ((copied // self.size,), (copied,))
         of_copies, of_pool = self.units * self.unit // self.block_kv, self.n * self.size // self.block_kv
-        over = (
-            [(of_copies, self.copied_room), (of_pool, self.room)] if self.between else [(of_copies, self.copied_room)]
-        )
-        for listed, room in over:
+        for listed, room in ((of_copies, self.copied_room), (of_pool, self.room))[: 1 + (self.between > 0)]:
             yield from ((tiles,), (tiles * listed,), (tiles,), (tiles * room,))
             yield tiles * room, self.block_q, self.block_kv // WORD
+
+    def made(self, R: int, device: torch.device) -> list[Tensor]:
+        """The tensors that `page_tiles` writes."""
+        return [
+            torch.empty(shape, dtype=torch.bool if at == UNSEEN else torch.int32, device=device)
+            for at, shape in enumerate(self.shapes(R))
+        ]
 
 
 def page_tiles(
@@ -71,10 +75,7 @@ def page_tiles(
         reaches, steps: of each reach the numbers of `Reaching`, and its step.
     """
     of, (R,) = PageSizes(*sizes), used.shape
-    made = [
-        torch.empty(shape, dtype=torch.bool if at == UNSEEN else torch.int32, device=edges.device)
-        for at, shape in enumerate(of.shapes(R))
-    ]
+    made = of.made(R, edges.device)
     token, *_ = made
     unread = () if of.between else (token,) * LISTS  # a pointer that is not read still needs an array
     numbers_of_each = len(reaches) // len(steps)
