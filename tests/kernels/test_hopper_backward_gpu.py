@@ -78,10 +78,13 @@ class TestBackward:
         out, lse = oracle(call.q, call.k, call.v, mask, call.terms._replace(sink_logits=leaf))
         loss = (out * call.dout).sum() + (torch.where(lse.isinf(), 0.0, lse) * call.dlse).sum()
         (want,) = torch.autograd.grad(loss, [leaf])
+        # The kernels read `out` in bfloat16, each number off by up to 2^-9 of it: the deviation of a row's share.
+        weight = torch.where(lse.isinf(), 0.0, (leaf[None, :, None] - lse).exp()).detach()
+        rounding = 2**-9 * (weight**2 * ((out * call.dout) ** 2).sum(-1)).sum((0, 2)).sqrt().detach()
         for deterministic in (False, True):
             *found, dsink = call.run(deterministic=deterministic)
             call.check(tuple(found))
-            torch.testing.assert_close(dsink.double(), want, rtol=1e-2, atol=1e-2)
+            assert ((dsink - want).abs() <= 1e-3 + 3 * rounding).all()
 
     @pytest.mark.parametrize("D", [64, 96, 128, 256])
     @pytest.mark.parametrize("tile", TILES, ids=str)

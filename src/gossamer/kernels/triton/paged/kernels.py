@@ -182,16 +182,16 @@ def paged_kernel(
     i_first = keys - last + first + row_start // heads
     i_last = keys - last + first + tl.minimum(row_start + R - 1, rows - 1) // heads
     b_lo, b_hi = interval(b_i, keys, numbers, reach, FORM.HAS_BLOCK)
-    lo, _ = interval(i_first, keys, numbers, reach, FORM.HAS_BLOCK)
-    _, hi = interval(i_last, keys, numbers, reach, FORM.HAS_BLOCK)
+    lo = interval(i_first, keys, numbers, reach, FORM.HAS_BLOCK)[0]
+    hi = interval(i_last, keys, numbers, reach, FORM.HAS_BLOCK)[1]
     b_lo2 = b_lo
     b_hi2 = b_hi
     lo2 = hi
     hi2 = hi
     if TWO:
         b_lo2, b_hi2 = interval(b_i, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
-        lo2, _ = interval(i_first, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
-        _, hi2 = interval(i_last, keys, numbers, other, FORM.OTHER_HAS_BLOCK)
+        lo2 = interval(i_first, keys, numbers, other, FORM.OTHER_HAS_BLOCK)[0]
+        hi2 = interval(i_last, keys, numbers, other, FORM.OTHER_HAS_BLOCK)[1]
         swap = lo2 < lo
         lo, lo2 = tl.where(swap, lo2, lo), tl.where(swap, lo, lo2)
         hi, hi2 = tl.where(swap, hi2, hi), tl.where(swap, hi, hi2)
