@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-# Compiling is most of what these tests do: without optimization, one thread a worker, and by the emitters that take half
-# the time, where jaxlib still has them: an XLA ends the process at a flag that it does not know.
+# Compiling is most of what these tests do: without optimization, one thread a worker, and by the emitters that take
+# half the time, where jaxlib still has them: XLA ends a process whose flags it does not know.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"

@@ -79,7 +79,8 @@ class Report:
             reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else None
             name = item.nodeid.rpartition("@")[0] or item.nodeid  # without the group that xdist appends
             line = {"id": name, "outcome": report.outcome, "when": call.when, "seconds": round(call.duration, 3)}
-            line |= {"ended": round(call.stop, 1), "reason": reason, "cute": self.cute.take(), "triton": self.triton.take()}
+            line |= {"reason": reason, "cute": self.cute.take(), "triton": self.triton.take()}
+            line["ended"] = round(call.stop, 1)  # by which the idle time of processes is told
             line["error"] = report.longreprtext[-3000:] if report.failed else ""
             self.lines.write(json.dumps(line) + "\n")
             self.lines.flush()
