@@ -2,6 +2,7 @@
 
 python scripts/gpu_test.py                    # as many processes as cores
 python scripts/gpu_test.py --keep FOLDER      # the lines of each test, and the output of pytest
+python scripts/gpu_test.py --thorough         # more types and sizes of what the tests show: before a release
 python scripts/gpu_test.py --write            # and the order of tests by the seconds they took, kernels uncompiled
 
 The shipped Hopper kernels are compiled first; then torch and JAX run side by side, on one GPU. Kernels are kept in
@@ -36,6 +37,12 @@ class Suite(NamedTuple):
     options: list[str]
     environment: dict[str, str]
 
+    @classmethod
+    def of(cls, processes: int, folder: str, thorough: bool, *options: str, **environment: str) -> Suite:
+        """The tests of a folder that need a GPU."""
+        marked = "-m", "gpu" if thorough else "gpu and not thorough"
+        return cls(processes, [folder], [*marked, *options], environment)
+
     def collect(self) -> list[str]:
         """The command that prints the tests."""
         return [*PYTEST, "--collect-only", *self.folders, *self.options]
@@ -46,16 +53,17 @@ class Suite(NamedTuple):
         return [*PYTEST, *spread, "-p", "tests.support.gpu_report", "--tb=short", *files, *self.options]
 
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-def suites(processes: int) -> dict[str, Suite]:
-    """The suites: JAX, which has few tests, gets an eighth of the processes."""
-    of_jax = max(1, processes // 8)
+def suites(processes: int, thorough: bool) -> dict[str, Suite]:
+    """The suites: JAX, which has few tests, gets a quarter of the processes."""
+    of_jax = max(1, processes // 4)
     jax = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    elsewhere = "--ignore", "tests/jax", "--ignore", "tests/cosmos"
     return {
-        "torch": Suite(processes - of_jax, ["tests"], ["--ignore", "tests/jax", "--ignore", "tests/cosmos"], {}),
-        "jax": Suite(of_jax, ["tests/jax"], ["--confcutdir", "tests/jax"], jax),
+        "torch": Suite.of(processes - of_jax, "tests", thorough, *elsewhere),
+        "jax": Suite.of(of_jax, "tests/jax", thorough, "--confcutdir", "tests/jax", **jax),
     }
 
 
@@ -100,12 +108,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)) + 2, help="processes")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which what still runs is stopped")
     parser.add_argument("--keep", type=Path, help="a folder for what the processes wrote")
+    parser.add_argument("--thorough", action="store_true", help="also the tests that are marked so")
     parser.add_argument("--write", action="store_true", help="write the seconds by which tests are ordered")
     given = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
-        every = suites(given.workers)
+        every = suites(given.workers, given.thorough)
         # Most files have no test for a GPU: while kernels compile, one process finds those that every process reads.
         collecting = {
             name: subprocess.Popen(

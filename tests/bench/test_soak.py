@@ -161,7 +161,7 @@ def test_calls_of_each_family_run_clean(family: str, capsys: pytest.CaptureFixtu
 def test_calls_of_each_family_run_clean_on_a_gpu(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     import soak
 
-    given = ["--family", family, "--calls", "3", "--workers", "0", "--device", "cuda"]
+    given = ["--family", family, "--calls", "2", "--workers", "0", "--device", "cuda"]
     assert soak.main(given) == 0, capsys.readouterr().out
 
 

@@ -69,6 +69,8 @@ def parameters() -> Iterator[Any]:
                 on_gpu = dtype in some or dtype not in LOW or dtype not in capability.dtypes
                 if "cuda" in devices and on_gpu and name != "reference":  # which the others are compared with
                     marks = [pytest.mark.gpu, no_gpu, *([no_compiler] if name == "hopper" else [])]
+                    if dtype in capability.dtypes and dtype not in some and at % 2 and case.name not in IN_EVERY_TYPE:
+                        marks.append(pytest.mark.thorough)
                     yield pytest.param(name, case, dtype, "cuda", id=f"{name}-cuda-{dtype}-{case.name}", marks=marks)
 
 

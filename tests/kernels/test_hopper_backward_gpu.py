@@ -18,7 +18,7 @@ from gossamer.patterns import BigBird, BlockMask, Causal, Dense, PerHead, Slidin
 from gossamer.plan.capability import reasons
 from gossamer.plan.problem import Problem
 from gossamer.torch.bind import bind
-from tests.support import launches
+from tests.support import launches, thorough
 from tests.support.hopper_backward_cases import (
     ON_HOPPER,
     TILES,
@@ -86,7 +86,7 @@ class TestBackward:
             call.check(tuple(found))
             assert ((dsink - want).abs() <= 1e-3 + 3 * rounding).all()
 
-    @pytest.mark.parametrize("D", [64, 96, 128, 256])
+    @pytest.mark.parametrize("D", [64, 128, *thorough.more(96, 256)])
     @pytest.mark.parametrize("tile", TILES, ids=str)
     def test_tiles(self, tile: tuple[int, int], D: int) -> None:
         """Every tile that the capability lists: mask modes, ragged edges, layouts by head, split columns, no tiles.
@@ -114,7 +114,7 @@ class TestBackward:
         call = prepare(pattern.layout(4000, 4000, block_q=tile[0], block_kv=tile[1]), 1, 8, 4, 64)
         repeats(call)
 
-    @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
+    @pytest.mark.parametrize("D", [64, 128, *thorough.more(96, 192, 256)])
     def test_key_lengths(self, D: int) -> None:
         """Ends within a tile of each mask mode, at the edge of one, after the first key, and before it.
 

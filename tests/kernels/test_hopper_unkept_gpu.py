@@ -20,7 +20,7 @@ from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout, build_gather
 from gossamer.patterns import Causal, SlidingWindow
 from gossamer.plan.problem import Problem
-from tests.support import launches
+from tests.support import launches, thorough
 from tests.support.hopper import PROCESSORS
 from tests.support.hopper_backward_cases import ON_HOPPER
 
@@ -130,8 +130,8 @@ def test_key_lengths(name: str) -> None:
 # Lengths have kernels of their own, of which every second call has some.
 @pytest.mark.parametrize(
     ("D", "tile", "dtype", "lengths"),
-    [(64, (192, 128), torch.bfloat16, None), (96, (128, 128), torch.float16, (250, 65)),
-     (128, (64, 64), torch.float16, None), (256, (128, 128), torch.bfloat16, (250, 65))],
+    [(64, (192, 128), torch.bfloat16, None), (128, (64, 64), torch.float16, None),
+     (256, (128, 128), torch.bfloat16, (250, 65)), *thorough.more((96, (128, 128), torch.float16, (250, 65)))],
     ids=str,
 )  # fmt: skip
 def test_other_kernels(D: int, tile: tuple[int, int], dtype: torch.dtype, lengths: tuple[int, int] | None) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 CASES = 12  # of a rule in the interpreter
+# Of kernels each type is another compilation: the rules take them in turn.
+TYPES = torch.bfloat16, torch.float16, torch.float32
+IN_TURN = list(zip(RULES, cycle(TYPES), strict=False))
+OTHERS = [each for each in product(RULES, TYPES) if each not in IN_TURN]
 
 
 def made() -> int:
@@ -306,8 +311,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("name", "dtype"), [*IN_TURN, *more(*OTHERS)], ids=str)
 def test_what_is_seen_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def structured(*_: Any) -> Any:
         raise AssertionError("structure was made")

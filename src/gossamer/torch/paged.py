@@ -3,8 +3,8 @@
 Queries become tiles of one sequence each, whose rows are its tokens and the query heads of a group, so that a page is
 read once for each key head. The pool of pages is k and v as one long sequence, a view, and page numbers are numbers of
 its tiles, where a page is whole tiles of a GPU's kernel and the queries see all of it. Other pages (the last of a
-sequence, behind whose keys anything may lie; pages that no kernel reads as tiles; and all pages on a CPU) are copied,
-clean of what no query sees. The results of both are merged.
+sequence, behind whose keys anything may lie; pages that no kernel reads as tiles, or only as narrow ones, for many
+queries; and all pages on a CPU) are copied, clean of what no query sees. The results of both are merged.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from gossamer.torch.key import SIMPLE, Key, alignment, facts, places, plain
 from gossamer.torch.memory import hold_for_graphs
 from gossamer.torch.merge import combined
 from gossamer.torch.paged_arguments import Paged, checked, refuse, tensors_over_pages
+from gossamer.torch.paged_copy import copied_pages
 from gossamer.torch.paged_kernel import is_by_table
 from gossamer.torch.planning import problem_of
 from gossamer.torch.recording import Again, record
@@ -53,6 +54,8 @@ from gossamer.torch.structure.sequences import PackedSequences
 IN_PLACE = {"cuda"}  # devices whose kernels read the pool where it is
 ALIGNED = 16  # bytes; kernels copy what is not
 NARROW = (64, 64)  # the tile of kernels in which a page of 64 is one of keys
+# For many rows of a sequence, tokens and heads of a group, narrow tiles lose more than copies cost; copies take memory.
+MANY_ROWS, MOST_COPIED = 2048, 2**29
 COPIES = "pages that are seen are copied behind one another"
 TILES = "pages are tiles of k and v where they lie; those that are seen in part are copied"
 
@@ -183,7 +186,7 @@ def paged_layout(given: Paged, packed: PackedSequences, options: AttentionOption
     if found is not None:
         how = COPIES if found.between is None else TILES
         return found.layout(pages, given.facts, told, f"{packed!r}: {how}")
-    tile, between = _plan(given, -(-T // max(1, R)) * (H // G), options)
+    tile, between = _plan(given, -(-T // max(1, R)) * (H // G), R * n, options)
     if pages.batch_invariant and 0 not in (T, R, n, P):
         raise Unsupported(
             "batch_invariant must be False but where one kernel computes the call: on a GPU, in 16 bits or float32, of "
@@ -249,10 +252,13 @@ def _made(
     return PagedLayout(pages, facts, between, *made, source)
 
 
-def _plan(given: Paged, rows: int, options: AttentionOptions) -> tuple[Tile, int | None]:
+def _plan(given: Paged, rows: int, entries: int, options: AttentionOptions) -> tuple[Tile, int | None]:
     """The tile of the kernel that would compute tiles of so many rows, and the rows of the pool from page to page.
 
-    None where the pool is not read where it is: a page is no whole number of its tiles, or it would be copied.
+    None where the pool is not read where it is: a page is no whole number of its tiles, or copies are faster.
+
+    Args:
+        entries: of the table, which have room in copies.
 
     Raises:
         ValueError: an argument is wrong; `Unsupported` where nothing computes it.
@@ -269,7 +275,9 @@ def _plan(given: Paged, rows: int, options: AttentionOptions) -> tuple[Tile, int
     step = None if len(between) > 1 else between.pop()
     if step is None or (P - 1) * step + size > MOST_POSITIONS:
         return tile, None
-    for candidate in (tile, NARROW):
+    bytes_copied = entries * size * G * (k.shape[3] + v.shape[3]) * k.element_size()
+    narrow_is_slower = rows >= MANY_ROWS and bytes_copied <= MOST_COPIED
+    for candidate in (tile,) if narrow_is_slower else (tile, NARROW):
         _, block_kv = candidate
         if size % block_kv == step % block_kv == 0 and (candidate == tile or _able(a, candidate)):
             return candidate, step
@@ -302,9 +310,7 @@ def _keys(name: str, x: Tensor, layout: PagedLayout, part: Part) -> Tensor:
     """k or v of a part, (1, G, N, size)."""
     P, size, G, width = x.shape
     if part.copied is not None:
-        pages, unseen = part.copied
-        listed = x.index_select(0, pages).reshape(-1, G, width).masked_fill_(unseen[:, None, None], 0)
-        return listed.transpose(0, 1)[None]
+        return copied_pages(x, *part.copied).transpose(0, 1)[None]
     assert layout.between is not None
     if _between(x) != layout.between:
         raise ValueError(
