@@ -6,8 +6,9 @@ python benchmarks/engine_steps.py --tokens 2048 --sequences 1 --keys 32768 --pag
 
 H 32, G 8, D 128, bfloat16; every second layer has a window of --window keys. Each layer has a cache of its own, as in a
 model. Host: microseconds of a layer to enqueue a step, the median of 25, each with metadata of its own. Device: of the
-step as one replayed graph, and of its writes alone (decoding); of a chunk, whose structure an engine does not
-capture, the milliseconds of an eager step. One sequence of the first two layers is checked against float64 first.
+step as one replayed graph, of its writes alone, and of FA4's calls over the same caches, where it is there (decoding);
+of a chunk, whose structure an engine does not capture, the milliseconds of an eager step. One sequence of the first two
+layers is checked against float64 first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +69,28 @@ class Model:
         for layer, cache in zip(self.layers, self.caches, strict=True):
             layer.do_kv_cache_update(None, k, v, cache, step.slot_mapping)
             layer.forward(None, q, k, v, cache, step, self.out)
+
+    def fa4(self) -> Callable[[], None]:
+        """The attention of the layers by FA4.
+
+        Raises:
+            ImportError: it is not installed.
+        """
+        from flash_attn.cute.interface import flash_attn_varlen_func
+
+        q, _, _ = self.qkv
+        given = {"page_table": self.table, "seqused_k": self.lengths, "cu_seqlens_q": self.edges}
+
+        def run() -> None:
+            for layer, cache in zip(self.layers, self.caches, strict=True):
+                k, v = cache.transpose(1, 2).split(D, -1)
+                window = layer.sliding_window
+                ahead = (None, None) if window is None else (window - 1, 0)
+                flash_attn_varlen_func(
+                    q, k, v, causal=True, window_size=ahead, max_seqlen_q=self.o.tokens, **given
+                )  # fmt: skip
+
+        return run
 
     def check(self) -> float:
         """The largest error of a sequence in two layers, as a share of its largest result."""
@@ -124,6 +148,10 @@ def main() -> None:
         else:
             told["a step as a graph, ms"] = graph_ms(model.step)
             told["its writes, ms"] = graph_ms(model.write)
+            try:
+                told["FA4, ms"] = graph_ms(model.fa4())
+            except Exception as reason:  # it may be missing, or take no such caches
+                print(f"FA4: {type(reason).__name__}: {reason}")
         for name, value in told.items():
             print(f"{name}: {value:.3f}")
 
