@@ -161,6 +161,16 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> list[paged.PagedLayout]:
     return made
 
 
+def test_pages_in_any_order_are_no_run_of_pages(in_place: list[paged.PagedLayout]) -> None:
+    """Three pages whose last lies two behind the first: the page between is another's."""
+    q, pool = torch.randn(1, 1, 8), torch.randn(9, 64, 1, 8)
+    pool[3] = torch.nan
+    out = gs.varlen(q, pool, pool, [0, 1], pattern=gs.Causal(), block_table=torch.tensor([[2, 8, 4]]), seqused_k=[192])
+    keys = pool[[2, 8, 4]].flatten(0, 1)
+    assert in_place and in_place[0].between is not None
+    torch.testing.assert_close(out, gs.attention(q, keys, keys, gs.Dense(), layout="bshd"))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", RULES)
 def test_pages_as_tiles_where_they_lie(name: str, seed: int, in_place: list[paged.PagedLayout]) -> None:

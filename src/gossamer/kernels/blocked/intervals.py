@@ -92,11 +92,15 @@ class _Tiles(NamedTuple):
 def _whole_tiles(walk: Walk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(count, first key, end) of each row, (tile rows, block_rows), in the full tiles alone."""
     tiles = int(np.prod(walk.lead)) * walk.tiles
-    counts, starts = (x.reshape(-1).astype(np.int64) for x in (walk.full.counts, walk.full.starts))
+    counts = np.asarray(walk.full.counts).reshape(-1).astype(np.int64)
     first, end = np.full(tiles, walk.columns), np.zeros(tiles, np.int64)
     some = counts > 0
-    first[some] = walk.full.indices[starts[some]] * walk.block_columns
-    end[some] = (walk.full.indices[starts[some] + counts[some] - 1] + 1) * walk.block_columns
+    if some.any():
+        _, place = walk.full.listed()
+        column, begin = walk.full.indices[place], np.cumsum(counts)[some] - counts[some]
+        # Lists over pages are in the order of a table.
+        first[some] = np.minimum.reduceat(column, begin) * walk.block_columns
+        end[some] = (np.maximum.reduceat(column, begin) + 1) * walk.block_columns
     each = (np.repeat(x[:, None], walk.block_rows, 1) for x in (counts * walk.block_columns, first, end))
     count, first, end = each
     return count, first, end
