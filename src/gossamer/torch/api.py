@@ -31,7 +31,7 @@ from gossamer.torch.key import Key, key_of, plain
 from gossamer.torch.merge import branches_of
 from gossamer.torch.merge import merge as merge_results
 from gossamer.torch.operators import forward_op
-from gossamer.torch.paged import PagedLayout, paged_call
+from gossamer.torch.paged import PagedLayout, heads_apart, paged_call
 from gossamer.torch.paged_kernel import by_table
 from gossamer.torch.reorder import orders, permuted
 from gossamer.torch.repeated import by_structure
@@ -238,6 +238,10 @@ def over_pages(
         found = by_table(q, k, v, pattern, options, out, key, alive)
         if found is not None:
             return found
+        if pattern.pages is not None and pattern.pages.by_head:
+            outs, sums = zip(*(over_pages(*of_head) for of_head in heads_apart(q, k, v, pattern, options)), strict=True)
+            joined, lse = torch.cat(outs, -2 if is_bshd(options.layout) else -3), torch.cat(sums, -2)
+            return joined if out is None else out.copy_(joined), lse
     paged = paged_call(q, k, v, pattern, options, joining)
     made, lse = paged.joined([_run(request, None) for request in paged.requests])
     return made if out is None else out.copy_(made), lse

@@ -37,7 +37,7 @@ from gossamer.torch.arguments import (
 from gossamer.torch.calls import read_q_offset, results_in_bshd
 from gossamer.torch.decoding import for_one_query, seen_by_one_query
 from gossamer.torch.mask_layouts import unpack
-from gossamer.torch.paged import PagedCall, PagedLayout, paged_call
+from gossamer.torch.paged import PagedCall, PagedLayout, heads_apart, paged_call
 from gossamer.torch.paged_arguments import checked
 from gossamer.torch.paged_kernel import is_by_table
 from gossamer.torch.parts import TorchEdge
@@ -339,6 +339,8 @@ def explain(
     if isinstance(pattern, (PackedSequences, PagedLayout)) and pattern.pages is not None:
         if isinstance(pattern, PackedSequences):
             checked(q, k, v, pattern.pages, options)
+            if pattern.pages.by_head:  # alike but in the pages
+                (q, k, v, pattern, options), *_ = heads_apart(q, k, v, pattern, options)
             if is_by_table(q, k, v, pattern, options):
                 return _of_table(q, k, v, pattern, options)
         return _of_pages(paged_call(q, k, v, pattern, options), options)

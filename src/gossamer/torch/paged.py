@@ -116,6 +116,7 @@ def paged_call(q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, 
         ValueError: an argument is wrong; `Unsupported` for what is not computed over pages.
     """
     bshd, (given, sinks) = is_bshd(options.layout), checked(q, k, v, pattern.pages, options, joining)
+    assert not pattern.pages.by_head, "each head is a call of its own"
     options = options._replace(sink_logits=None, layout="bhnd")
     layout = pattern if isinstance(pattern, PagedLayout) else paged_layout(given, pattern, options)
     if layout.facts != given.facts or layout.token.device != q.device:
@@ -135,7 +136,8 @@ def paged_call(q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, 
 def device_layout_of_pages(
     q: Any, k: Any, v: Any, packed: PackedSequences, options: AttentionOptions
 ) -> PagedLayout | PackedSequences:
-    """What layers share of sequences in pages: where a kernel reads the table itself the sequences as they are now.
+    """What layers share of sequences in pages: where a kernel reads the table itself, and where heads have tables of
+    their own, the sequences as they are now.
 
     Raises:
         ValueError: as `paged_call`.
@@ -143,9 +145,40 @@ def device_layout_of_pages(
     assert packed.pages is not None
     refuse(options, None)
     given = tensors_over_pages(q, k, v, packed.pages, is_bshd(options.layout))
-    if is_by_table(q, k, v, packed, options):
+    if is_by_table(q, k, v, packed, options) or packed.pages.by_head:
         return packed.held(q.device, given.q.shape[0])
     return paged_layout(given, packed, options._replace(sink_logits=None, layout="bhnd"))
+
+
+class OfHead(NamedTuple):
+    """What a call over pages is given, of one key head."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packed: PackedSequences
+    options: AttentionOptions
+
+
+def heads_apart(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, options: AttentionOptions
+) -> list[OfHead]:  # fmt: skip
+    """Of a call that has a table for each key head the calls of each.
+
+    Raises:
+        ValueError: as `checked`.
+    """
+    assert packed.pages is not None
+    checked(q, k, v, packed.pages, options)
+    of_q, of_k = -2 if is_bshd(options.layout) else -3, 1 if packed.pages.page_layout == "phsd" else 2
+    G, ratio = k.shape[of_k], q.shape[of_q] // k.shape[of_k]
+    found, sinks = [], options.sink_logits
+    for g in range(G):
+        heads = slice(g * ratio, (g + 1) * ratio)
+        own = options if sinks is None else options._replace(sink_logits=sinks[heads])
+        q_of, k_of, v_of = q.narrow(of_q, heads.start, ratio), k.narrow(of_k, g, 1), v.narrow(of_k, g, 1)
+        found.append(OfHead(q_of, k_of, v_of, packed.of_head(g), own))
+    return found
 
 
 class Repeated(NamedTuple):

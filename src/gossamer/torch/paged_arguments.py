@@ -98,6 +98,11 @@ def tensors_over_pages(q: Any, k: Any, v: Any, pages: Pages, bshd: bool) -> Page
         raise ValueError(f"v must have the pages, slots and heads of k, {tuple(k.shape[:3])}; got {tuple(v.shape[:3])}")
     if not G or not H or known(H % G != 0):
         raise ValueError(f"k must have a number of heads G that divides q's H={H}; got G={G}")
+    if pages.by_head and known(pages.block_table.shape[1] != G):
+        raise ValueError(
+            f"block_table must have a table for each of k's heads, G={G}, or one for all; got "
+            f"{describe(pages.block_table)}"
+        )
     if not D or known(k.shape[3] != D) or not v.shape[3]:
         raise ValueError(
             f"k must have the head size of q, D={D}, and v one of at least 1; got {k.shape[3]} and {v.shape[3]}"

@@ -73,7 +73,7 @@ def _reads_table(q: Any, packed: PackedSequences, o: AttentionOptions) -> bool:
         return False
     if packed.checked or pages.checked or o.implementation is not None:
         return False
-    (R, n), T = pages.block_table.shape, q.shape[-3 if is_bshd(o.layout) else -2]
+    (R, *_, n), T = pages.block_table.shape, q.shape[-3 if is_bshd(o.layout) else -2]
     return bool(R and n and T) and (pages.batch_invariant or T <= FEW * R + MORE)
 
 
@@ -175,7 +175,7 @@ def problem_over_pages(given: Given, packed: PackedSequences, o: AttentionOption
     *_, one, two, D = given.q.shape
     T, H = (one, two) if bshd else (two, one)
     P, G, E = given.k.shape[0], given.k.shape[1 if pages.page_layout == "phsd" else 2], given.v.shape[3]
-    slots = pages.block_table.shape[1] * pages.page_size
+    slots = pages.block_table.shape[-1] * pages.page_size
     if not P or max(D, E) > WIDEST:
         return None
     # Of the arguments of a call that is planned shapes and types count.

@@ -29,9 +29,10 @@ class Pages:
     they name, may hold anything, and so may slots behind `seqused_k` (NaN too).
 
     Args:
-        block_table: (R, n) integers on q's device, or a numpy array.
-        seqused_k: (R,) integers likewise, or a list: the keys of each sequence, those of this step included. On a CPU
-            one outside of [0, n * page_size] raises, on a GPU it is clamped.
+        block_table: (R, n) integers on q's device, or a numpy array; or (R, G, n), a table for each key head, as where
+            each chooses pages of its own.
+        seqused_k: (R,) integers likewise, or a list: the keys of each sequence, those of this step included; with
+            (R, G, n) a tensor (R, G). On a CPU one outside of [0, n * page_size] raises, on a GPU it is clamped.
         page_size: slots of a page.
         page_layout: "pshd" or "phsd", for page, slot, head and dimension.
         batch_invariant: a sequence's results have the same bits whatever other sequences are in the call: its keys are
@@ -61,9 +62,10 @@ class Pages:
         table: Any = block_table
         if isinstance(table, np.ndarray) and table.dtype.kind in "iu":
             table = torch.from_numpy(table.astype(np.int64))
-        if not isinstance(table, Tensor) or table.is_nested or table.dtype not in INTEGERS or table.ndim != 2:
+        if not isinstance(table, Tensor) or table.is_nested or table.dtype not in INTEGERS or table.ndim not in (2, 3):
             raise ValueError(
-                f"block_table must be a tensor (sequences, pages of each) of {OF_INTEGERS}; got {describe(block_table)}"
+                "block_table must be a tensor (sequences, pages of each), or (sequences, key heads, pages of each), of "
+                f"{OF_INTEGERS}; got {describe(block_table)}"
             )
         size = whole(page_size)
         if size is None or not known(size >= 1):
@@ -74,21 +76,41 @@ class Pages:
                 f"got {describe(page_layout)}"
             )
         self.block_table = table
-        self.seqused_k = vector_of("seqused_k", seqused_k, table.shape[0])
+        if table.ndim == 2:
+            self.seqused_k = vector_of("seqused_k", seqused_k, table.shape[0])
+        else:
+            right = isinstance(seqused_k, Tensor) and not seqused_k.is_nested and seqused_k.dtype in INTEGERS
+            if not right or known(seqused_k.shape != table.shape[:2]):
+                raise ValueError(
+                    f"seqused_k must be a tensor (sequences, key heads) = {tuple(table.shape[:2])} of {OF_INTEGERS} "
+                    f"with a table for each key head; got {describe(seqused_k)}"
+                )
+            self.seqused_k = seqused_k
         self.page_size: int = size
         self.page_layout: PageLayout = page_layout
         self.batch_invariant, self.checked = boolean("batch_invariant", batch_invariant), boolean("check", check)
-        if known(table.shape[1] * size > MOST_SLOTS):
+        if known(table.shape[-1] * size > MOST_SLOTS):
             raise ValueError(
-                f"block_table must have room for at most 2**31 - 2**16 keys of a sequence; got {table.shape[1]} pages "
+                f"block_table must have room for at most 2**31 - 2**16 keys of a sequence; got {table.shape[-1]} pages "
                 f"of {size}"
             )
         given = {"block_table": block_table, "seqused_k": seqused_k}
         self._of_host = [name for name, x in given.items() if not isinstance(x, Tensor)]
 
     def __repr__(self) -> str:
-        R, n = self.block_table.shape
-        return f"Pages({R} x {n}, {self.page_size}, {self.page_layout})"
+        shape = " x ".join(map(str, self.block_table.shape))
+        return f"Pages({shape}, {self.page_size}, {self.page_layout})"
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each key head has a table of its own."""
+        return self.block_table.ndim == 3
+
+    def of_head(self, head: int) -> Pages:
+        """The pages of one key head."""
+        made = copy(self)
+        made.block_table, made.seqused_k = self.block_table[:, head], self.seqused_k[:, head]
+        return made
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -113,7 +135,7 @@ class Pages:
     def up_to(self, keys: int) -> Pages:
         """These pages where no sequence has more keys than that: of the table that is all that is looked at."""
         made = copy(self)
-        made.block_table = self.block_table[:, : -(-keys // self.page_size)]
+        made.block_table = self.block_table[..., : -(-keys // self.page_size)]
         return made
 
     def read(self) -> bool:

@@ -125,6 +125,13 @@ class PackedSequences(Structure):
                 raise ValueError(f"{name} must be on q's device, {device}; got {describe(x)}")
         return cu_seq_q, pages
 
+    def of_head(self, head: int) -> PackedSequences:
+        """These sequences over the pages of one key head."""
+        assert self.pages is not None
+        made = copy(self)
+        made.pages = self.pages.of_head(head)
+        return made
+
     def held(self, device: torch.device, T: int) -> PackedSequences:
         """These sequences over pages as they are now, whatever is written to their tensors later."""
         made = copy(self)

@@ -23,8 +23,8 @@ class Sequences(NamedTuple):
     """What says which tokens and keys a sequence has, of any integer type."""
 
     edges: Array  # (sequences + 1,) of the tokens
-    used: Array  # (sequences,)
-    table: Array  # (sequences, n)
+    used: Array  # (sequences,), or (sequences, G)
+    table: Array  # (sequences, n), or (sequences, G, n)
 
 
 class PagedResults(NamedTuple):
@@ -57,7 +57,9 @@ class PagedNumbers(NamedTuple):
     slots: int  # of a sequence
     edge_step: int
     used_step: int
+    used_head: int  # 0 where all heads have one table
     table_row: int
+    table_head: int
     table_step: int
     parts: int  # that there are of a tile of rows
     of_most: int  # parts that the keys are cut into,
@@ -166,9 +168,9 @@ def paged_kernel(
         return
     g64 = i_g.to(tl.int64)
     inside = tl.minimum(i_seq, numbers.sequences - 1).to(tl.int64)
-    keys = narrowed(tl.load(told.used + inside * numbers.used_step), 0, numbers.slots)
+    keys = narrowed(tl.load(told.used + inside * numbers.used_step + g64 * numbers.used_head), 0, numbers.slots)
     keys = tl.where(i_seq < numbers.sequences, keys, 0)
-    table = told.table + inside * numbers.table_row
+    table = told.table + inside * numbers.table_row + g64 * numbers.table_head
     k += g64 * strides.at_k.h
     v += g64 * strides.at_v.h
     o_r = row_start + tl.arange(0, R)

@@ -67,7 +67,7 @@ def forward(
         cut: replaces the automatic one.
     """
     b, p, heads = Builder(operands), problem, problem.H // problem.G
-    (sequences, _), (pages, *_) = b["block_table"].shape, b["k"].shape
+    (sequences, *_), (pages, *_) = b["block_table"].shape, b["k"].shape
     q = _readable(b, "q")
     out = b.result("out", p.dtype, (*b["q"].shape[:-1], p.E), in_place=_rows(operands.get("out")))
     lse = b.result("lse", "float32", (*b["q"].shape[:-3], p.H, p.Q))
@@ -83,8 +83,8 @@ def forward(
         cut = cut_of(call, slices * columns, sequences * p.G, BLOCKS * p.processors)
     scale, cap = scales(scoring)
     (reach, *_), (*_, other) = call.reaches, call.reaches
-    (edge_step,), (used_step,) = b["cu_seq_q"].strides, b["seqused_k"].strides
-    table_row, table_step = b["block_table"].strides
+    (edge_step,), (used_step, *used_head) = b["cu_seq_q"].strides, b["seqused_k"].strides
+    table_row, *table_head, table_step = b["block_table"].strides  # a step of heads where each has a table
     split, edges = cut.parts > 1, FEW_EDGES if sequences <= 2 * FEW_EDGES else MANY_EDGES
     part_acc = part_ml = lse
     if split:
@@ -96,8 +96,9 @@ def forward(
         "sinks": b.contiguous("sink_logits") if "sink_logits" in b else lse,
         "at_q": _of_tokens(b[q], call.bshd, heads), "at_out": _of_tokens(b[out], call.bshd, heads),
         "at_lse": Strides(1, heads * p.Q, p.Q), "sequences": sequences, "T": p.Q, "G": p.G, "heads": heads,
-        "pages": pages, "slots": p.K, "edge_step": edge_step, "used_step": used_step, "table_row": table_row,
-        "table_step": table_step, "parts": cut.parts, "of_most": cut.of_most, "least": cut.least, "scale": scale,
+        "pages": pages, "slots": p.K, "edge_step": edge_step, "used_step": used_step,
+        "used_head": sum(used_head), "table_row": table_row, "table_head": sum(table_head), "table_step": table_step,
+        "parts": cut.parts, "of_most": cut.of_most, "least": cut.least, "scale": scale,
         "cap": cap, "reach": reach, "other": other, "steps": call.steps, "D": p.D, "E": p.E, "BLOCK_D": padded(p.D),
         "BLOCK_E": padded(p.E), "R": rows, "W": slices, "C": columns, "PAGE": call.page_size, "EDGES": edges,
         "HAS_PARTS": split,
