@@ -66,7 +66,8 @@ def varlen(
             of them, and over pages Dilated and Strided too; None is every key of the sequence.
         seqused_k: (sequences,) integers: of each sequence only so many keys are there, from its first one on. Lk is
             then this number, where it is less than the room of the sequence. With block_table it has to be given.
-        block_table: (sequences, n) integers: the pages of each sequence, as `Pages` takes them. cu_seq_k is then None.
+        block_table: (sequences, n) integers: the pages of each sequence, as `Pages` takes them, or (sequences, G, n),
+            those of each key head. cu_seq_k is then None.
         page_layout: "pshd", of k (P, page_size, G, D), or "phsd", of k (P, G, page_size, D).
         scale: as in `attention`, and so are `softcap`, `sink_logits` and `deterministic`.
         batch_invariant: with block_table, as `Pages` takes it.
