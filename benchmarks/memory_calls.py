@@ -204,6 +204,17 @@ def structure_over_pages(pattern: Pattern, *, page: int) -> None:
     gs.attention(q, k, v, step, layout="bshd")
 
 
+def pages_chosen(*, page: int, heads: int, topk: int) -> None:
+    """Bounds of a cache as it is written, and the pages that one token of each sequence attends to."""
+    R, n = 4, -(-700 // page)
+    k = torch.randn(R * n, page, 2, 64, device=CUDA).bfloat16()
+    used, table = _integers(1, 701, R), torch.randperm(R * n, device=CUDA).view(R, n)
+    bounds = gs.PageBounds.empty(k)
+    bounds.update(k, torch.arange(R * n * page - 3, device=CUDA))
+    q = torch.randn(R, heads, 64, device=CUDA).bfloat16()
+    gs.topk_pages(q, bounds, torch.arange(R + 1, device=CUDA), table, used, page, topk=topk)
+
+
 def chosen(score: str, **options: Any) -> None:
     q, k = (x.detach() for x in _drawn(torch.bfloat16, (1, 4, 500, 64), (1, 2, 500, 64)))
     gs.topk_blocks(q, k, causal=True, score=score, **options)
@@ -407,6 +418,8 @@ FAMILIES = {
         {
             "mean": partial(chosen, "mean", topk=3),
             "bound, a share": partial(chosen, "bound", top_p=0.8, per="group"),
+            "pages": partial(pages_chosen, page=16, heads=16, topk=5),
+            "pages of 1": partial(pages_chosen, page=1, heads=2, topk=100),
         },
     ),
     "particles": Family(

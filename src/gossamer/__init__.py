@@ -14,11 +14,20 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences", "Pages"]
-__all__ += ["Unsupported", "__version__", "attention", "device_layout", "entmax_attention", "explain"]
+__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences"]
+__all__ += [
+    "PageBounds",
+    "Pages",
+    "Unsupported",
+    "__version__",
+    "attention",
+    "device_layout",
+    "entmax_attention",
+    "explain",
+]
 __all__ += ["explain_entmax", "from_flex"]
 __all__ += ["explain_sparsek", "last_topk", "merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal"]
-__all__ += ["to_flex", "topk_blocks", "topk_keys", "varlen"]
+__all__ += ["to_flex", "topk_blocks", "topk_keys", "topk_pages", "varlen"]
 __all__ += ["attention_forward"]
 __all__ += patterns.__all__
 
@@ -47,6 +56,8 @@ _MODULES = {
     "sparsek_attention": "gossamer.sparse_k",
     "sparsek_causal": "gossamer.sparse_k",
     "topk_blocks": "gossamer.blocks",
+    "topk_pages": "gossamer.blocks",
+    "PageBounds": "gossamer.blocks",
     "from_flex": "gossamer.integrations.flex",
     "to_flex": "gossamer.integrations.flex",
 }
@@ -54,7 +65,7 @@ _OF_JAX = ("create_sparsity_mask", "sparse_attention")  # which is imported by i
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from gossamer import nn as nn
-    from gossamer.blocks import topk_blocks
+    from gossamer.blocks import PageBounds, topk_blocks, topk_pages
     from gossamer.entmax import EntmaxAux, entmax_attention, explain_entmax, topk_keys
     from gossamer.integrations.flex import from_flex, to_flex
     from gossamer.plan.problem import Unsupported

@@ -26,6 +26,12 @@ window = gs.SlidingWindow(5, 0)
 blocks = np.tri(4, dtype=bool)
 
 
+def pages_chosen(**options: Any) -> Any:
+    bounds, table = gs.PageBounds.of(torch.randn(5, 8, 2, 16)), torch.arange(5)[None]
+    given = {"page_size": 8, "topk": 4, **options}
+    return gs.topk_pages(torch.randn(1, 4, 16), bounds, [0, 1], table, [33], **given).block_table
+
+
 def chosen(**options: Any) -> Any:
     made = gs.topk_blocks(q, k, causal=True, **{"block_size": 64, "topk": 3, **options})
     return made.block_size, *made.tensors
@@ -66,6 +72,10 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("sparsek_attention", "window"): (lambda n: gs.sparsek_attention(q, k, v, scores, k_keep=9, window=n), 5),
     ("explain_sparsek", "k_keep"): (lambda n: gs.explain_sparsek(q, k, v, scores, k_keep=n, window=4), 9),
     ("explain_sparsek", "window"): (lambda n: gs.explain_sparsek(q, k, v, scores, k_keep=9, window=n), 5),
+    ("topk_pages", "page_size"): (lambda n: pages_chosen(page_size=n), 8),
+    ("topk_pages", "topk"): (lambda n: pages_chosen(topk=n), 3),
+    ("topk_pages", "first"): (lambda n: pages_chosen(first=n), 1),
+    ("topk_pages", "local"): (lambda n: pages_chosen(local=n), 1),
     ("topk_blocks", "block_size"): (lambda n: chosen(block_size=n), 64),
     ("topk_blocks", "topk"): (lambda n: chosen(topk=n), 2),
     ("topk_blocks", "local"): (lambda n: chosen(local=n), 2),

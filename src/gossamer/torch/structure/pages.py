@@ -79,13 +79,14 @@ class Pages:
         if table.ndim == 2:
             self.seqused_k = vector_of("seqused_k", seqused_k, table.shape[0])
         else:
-            right = isinstance(seqused_k, Tensor) and not seqused_k.is_nested and seqused_k.dtype in INTEGERS
-            if not right or known(seqused_k.shape != table.shape[:2]):
+            used: Any = seqused_k
+            right = isinstance(used, Tensor) and not used.is_nested and used.dtype in INTEGERS
+            if not right or known(used.shape != table.shape[:2]):
                 raise ValueError(
                     f"seqused_k must be a tensor (sequences, key heads) = {tuple(table.shape[:2])} of {OF_INTEGERS} "
                     f"with a table for each key head; got {describe(seqused_k)}"
                 )
-            self.seqused_k = seqused_k
+            self.seqused_k = used
         self.page_size: int = size
         self.page_layout: PageLayout = page_layout
         self.batch_invariant, self.checked = boolean("batch_invariant", batch_invariant), boolean("check", check)
