@@ -44,6 +44,7 @@ class Case(NamedTuple):
     tokens: int = 1  # new ones of each
     window: int | None = None  # keys that a query sees
     invariant: bool = False  # the bits of a sequence do not depend on its batch
+    topk: int | None = None  # pages that a sequence and a key head attend to
 
 
 CASES = {
@@ -53,6 +54,7 @@ CASES = {
     "decode_1_131072": Case(1, 131072, 64),
     "decode_1_1024": Case(1, 1024, 16),
     "decode_32_window": Case(32, 131072, 64, window=4096),
+    "decode_32_topk": Case(32, 131072, 64, topk=64),
     "drafts_32": Case(32, 4096, 16, tokens=4),
     "decode_32_invariant": Case(32, 4096, 64, invariant=True),
     "chunk_2048_p16": Case(1, 32768, 16, tokens=2048),
@@ -81,6 +83,42 @@ class Cache:
 
 def pattern_of(c: Case) -> gs.Pattern:
     return gs.Causal() if c.window is None else gs.SlidingWindow(c.window - 1)
+
+
+def of_chosen(
+    c: Case, x: Cache, bounds: gs.PageBounds, newest: Tensor, mass: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, the mass that is kept, or else lse): bounds take in the newest key of each sequence, pages are chosen, and attended to."""
+    assert c.topk is not None
+    bounds.update(x.k, newest)
+    few = gs.topk_pages(x.q, bounds, x.edges, x.table, x.used, c.page, topk=c.topk)
+    found, lse = gs.varlen(
+        x.q, x.k, x.v, x.edges, max_q=c.tokens, pattern=pattern_of(c), block_table=few.block_table,
+        seqused_k=few.seqused_k, out=x.out, return_lse=True,
+    )  # fmt: skip
+    return found, lse, few.kept_mass(lse) if mass else lse
+
+
+def measure_chosen(name: str) -> dict[str, Any]:
+    """The row of a case in which pages are chosen, beside attention to all of them."""
+    c = CASES[name]
+    caches = [Cache(c) for _ in range(2)]
+    calls = []
+    for x in caches:
+        newest = x.table[:, -1] * c.page + (c.keys - 1) % c.page
+        calls.append(partial(of_chosen, c, x, gs.PageBounds.of(x.k), newest))
+    x, every = caches[0], c._replace(topk=None)
+    _, lse, mass = calls[0](mass=True)
+    given: dict[str, Any] = {"block_table": x.table, "seqused_k": x.used, "return_lse": True}
+    _, of_all = gs.varlen(x.q, x.k, x.v, x.edges, pattern=gs.Causal(), **given)
+    true = (lse - of_all).exp()
+    assert bool((mass <= true * 1.001).all()), "more is certified than is kept"
+    graphs = {"gossamer": graph_of(calls), "all_pages": graph_of(partial(ours, every, each) for each in caches)}
+    times = time_in_turns({kind: graph.replay for kind, graph in graphs.items()})
+    row: dict[str, Any] = {"case": name} | {f"{kind}_us": 1e3 * t / len(caches) for kind, t in times.items()}
+    row["times_faster"] = row["all_pages_us"] / row["gossamer_us"]
+    row["host_us"], _ = host_us(calls[0])
+    return row | {"kept_mass": float(mass.mean()), "true_mass": float(true.mean())}
 
 
 def ours(c: Case, x: Cache) -> Tensor:
@@ -221,7 +259,7 @@ def main() -> None:
     rate = copy_tb_s()
     rows = []
     for name in a.cases:
-        row = measure(name) | {"copy_tb_s": rate}
+        row = (measure if CASES[name].topk is None else measure_chosen)(name) | {"copy_tb_s": rate}
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
         rows.append({"device": device_name(CUDA)} | row)
         torch.cuda.empty_cache()

@@ -136,20 +136,20 @@ class Config:
 
 
 def test_options(caplog: pytest.LogCaptureFixture) -> None:
-    assert options_of(Config({})) == options_of(Config(None)) == (None, None)
+    assert options_of(Config({})) == options_of(Config(None)) == (None, False, None)
     for _ in range(2):
         options = options_of(Config({"gossamer": {"restrict": "window:40,sinks:4", "record": "x"}}))
-        assert options == (gs.SlidingWindow(39, sinks=4), "x")
+        assert options == (gs.SlidingWindow(39, sinks=4), False, "x")
     assert [x.getMessage() for x in caplog.records if "approximates" in x.getMessage()] == [
         "gossamer: restrict=window:40,sinks:4: layers see no more than this, which approximates the model"
     ]
     assert layer(restrict=options.restrict, sliding_window=8).pattern == gs.SlidingWindow(7) & options.restrict
     for wrong, message in (
-        ({"window": 4}, r"must have restrict, record; got \['window'\]"),
+        ({"window": 4}, r"must have restrict, kept_mass, record; got \['window'\]"),
         ({"restrict": "window:0"}, 'restrict must be "window:KEYS"'),
         ({"restrict": 7}, 'restrict must be "window:KEYS"'),
         ({"record": 1}, "record must be the name of a file; got 1"),
-        ("window", "must have restrict, record"),
+        ("window", "must have restrict, kept_mass, record"),
     ):
         with pytest.raises(ValueError, match=message):
             options_of(Config({"gossamer": wrong}))

@@ -83,7 +83,7 @@ CONTRACTS = {
     "particles.kernels.attention": may("cute kernels.hopper.device*"),
     "cosmos": may("checks particles"),
     "nn": may("entmax sparse_k"),
-    "integrations*": may("checks patterns layouts plan torch* integrations*"),
+    "integrations*": may("checks patterns layouts plan torch* blocks integrations*"),
     "testing": may("patterns plan kernels kernels.reference torch"),
     "bench": may("gossamer cute patterns kernels kernels.reference particles integrations testing"),
     "cli": may("gossamer cute checks patterns layouts plan kernels.hopper testing bench cosmos", named="*"),

@@ -27,6 +27,7 @@ blocks = np.tri(4, dtype=bool)
 
 
 def pages_chosen(**options: Any) -> Any:
+    torch.manual_seed(0)
     bounds, table = gs.PageBounds.of(torch.randn(5, 8, 2, 16)), torch.arange(5)[None]
     given = {"page_size": 8, "topk": 4, **options}
     return gs.topk_pages(torch.randn(1, 4, 16), bounds, [0, 1], table, [33], **given).block_table

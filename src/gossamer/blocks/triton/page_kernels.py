@@ -103,7 +103,7 @@ def score_kernel(
     g64 = i_g.to(tl.int64)
     first = tl.minimum(tl.maximum(tl.load(edges + seq * at.edge).to(tl.int64), 0), numbers.T).to(tl.int32)
     last = tl.minimum(tl.maximum(tl.load(edges + (seq + 1) * at.edge).to(tl.int64), 0), numbers.T).to(tl.int32)
-    keys = tl.minimum(tl.maximum(tl.load(used + seq * at.used).to(tl.int64), 0), numbers.n.to(tl.int64) * SIZE)
+    keys = tl.minimum(tl.maximum(tl.load(used + seq * at.used).to(tl.int64), 0), tl.cast(numbers.n, tl.int64) * SIZE)
     there_are = ((keys + SIZE - 1) // SIZE).to(tl.int32)
     p = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     there = p < there_are

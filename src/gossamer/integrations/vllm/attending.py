@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
+import torch
 from torch import Tensor
 
 from gossamer.checks import show
+from gossamer.integrations.vllm.options import PageChoice
 from gossamer.patterns import Causal, Pattern, SlidingWindow
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
@@ -15,10 +18,14 @@ from gossamer.torch.arguments import AttentionOptions
 from gossamer.torch.decoding import WIDEST
 from gossamer.torch.device_layout import device_layout
 from gossamer.torch.key import alignment
-from gossamer.torch.paged_kernel import ByTable, Given, call_by_table
+from gossamer.torch.paged_kernel import FEW, ByTable, Given, call_by_table
 from gossamer.torch.paged_write import write_pages
 from gossamer.torch.structure import PackedSequences, Pages
 from gossamer.torch.structure.pages import PageLayout
+from gossamer.torch.varlen import varlen
+
+if TYPE_CHECKING:  # which is another operation's, and loaded where an engine asks for it
+    from gossamer.blocks import PageBounds, TopkPages
 
 LAYOUT: PageLayout = "phsd"  # of a cache (pages, heads, slots, size), whatever lies beside what in memory
 CACHES = ("auto", "float16", "bfloat16")  # names of their types
@@ -37,6 +44,7 @@ class Step:
     max_seq_len: int  # no sequence has more
     block_table: Tensor  # (R, n)
     slot_mapping: Tensor  # (tokens,)
+    max_query_len: int | None = None  # no sequence has more tokens; None: not told
     shared: dict[Any, Any] = field(default_factory=dict)  # what layers of one kind share
 
 
@@ -57,17 +65,19 @@ class PagedAttention:
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
         *,
-        restrict: Pattern | None = None,
+        restrict: Pattern | PageChoice | None = None,
         batch_invariant: bool = False,
+        count_mass: bool = False,
         **others: Any,
     ) -> None:
-        """A layer; arguments are vLLM's but the last two.
+        """A layer; arguments are vLLM's but the last three.
 
         Args:
             sliding_window: the keys that a query sees, itself included.
             sinks: (H,) logits, one for each head.
-            restrict: is intersected with what the layer sees.
+            restrict: is intersected with what the layer sees, or which pages it attends to, if it has no window.
             batch_invariant: of a sequence the same bits whatever others are in the step.
+            count_mass: add up what chosen pages keep: `kept_mass` of the package.
 
         Raises:
             Unsupported: it is not computed.
@@ -89,8 +99,15 @@ class PagedAttention:
         self.softcap, self.sinks, self._given_sinks = logits_soft_cap or None, sinks, sinks
         self.sliding_window = sliding_window
         pattern: Pattern = Causal() if sliding_window is None else SlidingWindow.of_size(sliding_window)
-        self.pattern = pattern if restrict is None else pattern & restrict
+        self.pattern = pattern & restrict if isinstance(restrict, Pattern) else pattern
         self.batch_invariant = batch_invariant
+        self.chosen: ChosenPages | None = None
+        if isinstance(restrict, PageChoice) and sliding_window is None:
+            if kv_sharing_target_layer_name is not None:
+                raise Unsupported("topk_pages is not computed by layers that read the cache of another")
+            if count_mass and (self.softcap is not None or sinks is not None):
+                raise Unsupported("kept_mass is not counted in layers with a soft cap or sinks")
+            self.chosen = ChosenPages(restrict, head_size, count_mass)
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         """Convert sinks as kernels take them, each time that weights are loaded."""
@@ -102,6 +119,8 @@ class PagedAttention:
     ) -> None:
         """Write keys (T, G, D) and values (T, G, E) into pages (P, G, page_size, D + E)."""
         write_pages(kv_cache, key, value, slot_mapping)
+        if self.chosen is not None:
+            self.chosen.take_in(kv_cache, slot_mapping)
 
     def forward(
         self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Step | None,
@@ -120,6 +139,8 @@ class PagedAttention:
             return output.fill_(0)
         D, step, sinks = self.head_size, attn_metadata, self.sinks
         k, v = kv_cache[..., :D], kv_cache[..., D : D + output.shape[-1]]
+        if self.chosen is not None and self.chosen.chooses(step):
+            return self._of_chosen(self.chosen, query, k, v, step, output)
         tensors = (query, k, v, output) if sinks is None else (query, k, v, output, sinks)
         which = (  # all that tells calls of a step apart
             self.pattern.handle, self.scale, self.softcap, query.dtype, query.shape, query.stride(), k.shape,
@@ -133,6 +154,19 @@ class PagedAttention:
             return output
         out = attention(query, k, v, shared, scale=self.scale, softcap=self.softcap, sink_logits=sinks, layout="bshd")
         return output.copy_(out)
+
+    def _of_chosen(
+        self, chosen: ChosenPages, q: Tensor, k: Tensor, v: Tensor, step: Step, output: Tensor
+    ) -> Tensor:  # fmt: skip
+        """Attention to the pages that this layer chooses, written to output."""
+        found = chosen.of_step(q, step, k.shape[2], self.scale)
+        _, lse = varlen(
+            q, k, v, step.query_start_loc, pattern=self.pattern, scale=self.scale, softcap=self.softcap,
+            sink_logits=self.sinks, return_lse=True, block_table=found.block_table, seqused_k=found.seqused_k,
+            page_layout=LAYOUT, batch_invariant=self.batch_invariant, out=output,
+        )  # fmt: skip
+        chosen.count(found, lse)
+        return output
 
     def _shared(self, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Any:
         """What this layer shares with those of its kind in a step: the call of a kernel that reads the table, or the
@@ -148,6 +182,78 @@ class PagedAttention:
         pages = pages.up_to(rounded(-(-step.max_seq_len // pages.page_size)) * pages.page_size)
         packed = PackedSequences(step.query_start_loc, pages=pages, pattern=self.pattern)
         return device_layout(q, k, v, packed, softcap=self.softcap, sink_logits=self.sinks, layout="bshd")
+
+
+class ChosenPages:
+    """The pages that a layer without a window attends to in steps of few tokens, and the bounds that say which."""
+
+    def __init__(self, choice: PageChoice, head_size: int, counts: bool) -> None:
+        self.choice, self.head_size, self.counts = choice, head_size, counts
+        self.bounds: PageBounds | None = None  # made with the first keys, when the engine has made its cache
+        self.mass: Tensor | None = None  # float64: the sum over rows, the least of one, and how many there were
+        if counts:
+            _counted.append(ref(self))
+
+    def take_in(self, kv_cache: Tensor, slots: Tensor) -> None:
+        """Update the bounds by keys that were written."""
+        from gossamer.blocks import PageBounds
+
+        k = kv_cache[..., : self.head_size]
+        if self.bounds is None:
+            self.bounds = PageBounds.empty(k, LAYOUT)
+        self.bounds.update(k, slots, LAYOUT)
+
+    def chooses(self, step: Step) -> bool:
+        """Whether pages are chosen in a step: each sequence has few tokens, and there may be more pages."""
+        few = step.max_query_len is not None and step.max_query_len <= FEW
+        return few and self.bounds is not None and step.block_table.shape[1] > self.choice.topk
+
+    def of_step(self, q: Tensor, step: Step, page_size: int, scale: float) -> TopkPages:
+        """The pages of each sequence and key head."""
+        from gossamer.blocks import topk_pages
+
+        assert self.bounds is not None
+        edges, table, used = step.query_start_loc, step.block_table, step.seq_lens
+        return topk_pages(q, self.bounds, edges, table, used, page_size, scale=scale, **self.choice._asdict())
+
+    def count(self, found: TopkPages, lse: Tensor) -> None:
+        """Add up the mass that rows of sequences keep."""
+        if not self.counts:
+            return
+        if self.mass is None:
+            self.mass = lse.new_tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+        kept, there = found.kept_mass(lse).double(), lse > -torch.inf
+        total, least, rows = self.mass.unbind()
+        total += torch.where(there, kept, 0.0).sum()
+        least.copy_(torch.minimum(least, torch.where(there, kept, 1.0).amin()))
+        rows += there.sum()
+
+
+_counted: list[ref[ChosenPages]] = []
+
+
+class KeptMass(NamedTuple):
+    """What the chosen pages of a layer keep of the attention to all keys, certified from below."""
+
+    mean: float  # over rows, tokens and query heads
+    least: float
+    rows: int
+
+
+def kept_mass() -> list[KeptMass]:
+    """What chosen pages keep, of each layer of this process that counts it, in the order in which they were made.
+
+    With `additional_config={"gossamer": {"restrict": "topk_pages:...", "kept_mass": True}}`. Rows are those since the
+    last call, of steps in which pages were chosen; warm-up of an engine counts. It waits for the device.
+    """
+    found = []
+    for one in (each() for each in _counted):
+        if one is not None and one.mass is not None:
+            total, least, rows = one.mass.tolist()
+            if rows:
+                found.append(KeptMass(total / rows, least, int(rows)))
+            one.mass.copy_(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+    return found
 
 
 def rounded(n: int) -> int:

@@ -110,7 +110,7 @@ class Builder(AttentionMetadataBuilder[Step]):
                 raise Unsupported(f"{name} of a request are not computed by {NAME}")
         step = Step(
             given.num_actual_tokens, given.query_start_loc, given.seq_lens, given.max_seq_len,
-            given.block_table_tensor, given.slot_mapping,
+            given.block_table_tensor, given.slot_mapping, given.max_query_len,
         )  # fmt: skip
         if self.recorder is not None:
             self.recorder.add(step)
@@ -122,4 +122,7 @@ class Impl(PagedAttention, AttentionImpl[Step]):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         options: Options = options_of(get_current_vllm_config())
-        super().__init__(*args, restrict=options.restrict, batch_invariant=envs.VLLM_BATCH_INVARIANT, **named)
+        invariant = envs.VLLM_BATCH_INVARIANT
+        super().__init__(
+            *args, restrict=options.restrict, batch_invariant=invariant, count_mass=options.kept_mass, **named
+        )
