@@ -88,7 +88,7 @@ def pattern_of(c: Case) -> gs.Pattern:
 def of_chosen(
     c: Case, x: Cache, bounds: gs.PageBounds, newest: Tensor, mass: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, the mass that is kept, or else lse): bounds take in the newest key of each sequence, pages are chosen, and attended to."""
+    """(out, lse, mass that is kept, or lse): bounds take in the newest keys, pages are chosen and attended to."""
     assert c.topk is not None
     bounds.update(x.k, newest)
     few = gs.topk_pages(x.q, bounds, x.edges, x.table, x.used, c.page, topk=c.topk)
