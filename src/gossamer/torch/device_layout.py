@@ -13,7 +13,7 @@ from gossamer.layouts.base import OF_EACH
 from gossamer.torch.arguments import BHND, AttentionOptions, Layout, Lengths, offset, vectors_of
 from gossamer.torch.paged import PagedLayout, device_layout_of_pages
 from gossamer.torch.repeated import layout_by_structure
-from gossamer.torch.request import request_of
+from gossamer.torch.request import asks_for_structure, request_of
 from gossamer.torch.structure import PackedSequences, Structure
 
 

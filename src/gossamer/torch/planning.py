@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -24,8 +23,7 @@ from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.plan.arguments import check_ahead
-from gossamer.plan.choice import choose
-from gossamer.plan.plan import Plan, plan_of, refusals
+from gossamer.plan.plan import Plan, choose, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
 from gossamer.torch.arguments import OTHER_LAYOUT, Arguments, check_mask, is_empty, validate
 from gossamer.torch.given_layouts import check_layout, layout_from
@@ -244,7 +242,7 @@ def data_layout(
     tiles = () if geometry else (*implementation.tile(p), columns)
     which = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry, again)
     versions: Versions = ()
-    if counted and not any([x.is_inference() for x in data]):  # these do not count their writes
+    if counted and not any(x.is_inference() for x in data):  # these do not count their writes
         versions = tuple([(id(x), x._version) for x in data])
     if not geometry:
         check_mask(data[0], q, k)
@@ -285,7 +283,7 @@ def _remembered(data: tuple[Tensor, ...], which: tuple[Any, ...], versions: Vers
     kept = _data_layouts.get(data[0], {}).get(which)
     if kept is None or kept.versions != versions or _maker(data[0].device) not in (None, kept.maker):
         return None
-    same = all([a() is b for a, b in zip(kept.others, data[1:], strict=True)])
+    same = all(a() is b for a, b in zip(kept.others, data[1:], strict=True))
     return kept.given if same else None
 
 

@@ -27,8 +27,8 @@ from gossamer.torch.key import Key, facts, key_of, places, plain
 from gossamer.torch.memory import hold_for_graphs, outlasting
 from gossamer.torch.planning import layout_bytes
 from gossamer.torch.recording import Again
-from gossamer.torch.request import DENSE, Request, request_of
-from gossamer.torch.structure.base import Sizes, Structure, asks_for_structure
+from gossamer.torch.request import DENSE, Request, asks_for_structure, request_of
+from gossamer.torch.structure.base import Sizes, Structure
 
 
 class Asked(NamedTuple):

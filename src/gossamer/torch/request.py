@@ -25,7 +25,7 @@ from gossamer.torch.key import Key, alignment, facts, places, plain
 from gossamer.torch.memory import outlasting
 from gossamer.torch.recording import Again
 from gossamer.torch.registry import constants
-from gossamer.torch.structure.base import Structure, asks_for_structure
+from gossamer.torch.structure.base import Structure
 from gossamer.torch.structure.make import structured
 
 DENSE = Dense()
@@ -119,6 +119,12 @@ def request_of(
         a = at_offset_of(pattern, a)
     attended = resolve_pattern(pattern, a.q)._replace(made_from=source, again=again)
     return Request(a, attended if data is None else attended._replace(data=data))
+
+
+def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
+    """Whether the structure of a call is made on the device."""
+    of_each = isinstance(q_offset, Tensor) and q_offset.ndim > 0
+    return of_each or key_starts is not None or isinstance(pattern, Structure)
 
 
 def resolve_pattern(pattern: Any, q: Tensor) -> ResolvedPattern:

@@ -256,12 +256,6 @@ class Positions(Structure):
         """Nothing can be wrong."""
 
 
-def asks_for_structure(pattern: Any, q_offset: Any, key_starts: Any) -> bool:
-    """Whether the structure of a call is made on the device."""
-    of_each = isinstance(q_offset, Tensor) and q_offset.ndim > 0
-    return of_each or key_starts is not None or isinstance(pattern, Structure)
-
-
 def rule_of(pattern: Any, advice: str, ruled: str = RULED) -> Rule:
     """The rule of positions of a pattern; of None that of every pair.
 
