@@ -126,7 +126,6 @@ FRAMEWORKS = {
     "kernels.triton": allowed("numpy triton", "torch"),
     "kernels.triton.gather.device_items": allowed("torch"),
     "kernels.triton.one_query.launch_one_query": allowed("torch triton"),
-    "kernels.triton.paged.write_slots": allowed("torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "jax": allowed("numpy jax"),
     "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi jaxlib"),
