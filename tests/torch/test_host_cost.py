@@ -191,7 +191,7 @@ def with_chosen_blocks(x: list[Tensor]) -> Any:
 def test_how_much_of_the_package_a_call_with_structure_enters(
     run: Any, files: int, functions: int, gradient: bool
 ) -> None:
-    """A repeated call, from its structure to the arithmetic: on a CPU the layout is kept by the numbers of its tensors."""
+    """A repeated call, from its structure to the arithmetic: on a CPU the layout is kept by what tensors hold."""
     x = [torch.randn(1, 4, 256, 32, requires_grad=gradient) for _ in range(3)]
     for _ in range(3):
         run(x)

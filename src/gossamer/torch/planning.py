@@ -239,7 +239,7 @@ def data_layout(
     p, implementation = plan.problem, cast(Implementation, plan.implementations[0])
     form, columns = implementation.layout, p.backward and p.device != "cpu"
     # Both directions read one layout that is given, and what is made of it: the work items of rows.
-    tiles = () if geometry else (*implementation.tile(p), columns)
+    tiles: tuple[Any, ...] = () if geometry else (*implementation.tile(p), columns)
     which = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry, again)
     versions: Versions = ()
     if counted and not any(x.is_inference() for x in data):  # these do not count their writes

@@ -89,8 +89,9 @@ def by_structure(
     asked = _asked_or_numbered(q, k, v, pattern, options, vectors, MOST_READ_BYTES)
     if asked is None:
         return None
+    found: Any = asked
     if isinstance(asked, Numbered):
-        found, data = asked, asked.data
+        data = asked.data
     else:
         found = known.get(asked.key)
         if found is None:
