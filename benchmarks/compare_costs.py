@@ -27,8 +27,7 @@ from gossamer.bench.run import DIRECTIONS, Direction, ours, repeatable
 from gossamer.bench.workload import find, make_inputs
 from gossamer.memo import forget_all
 from gossamer.plan import costs
-from gossamer.plan.choice import choose
-from gossamer.plan.plan import plan_of
+from gossamer.plan.plan import choose, plan_of
 
 ROUNDS = 3
 

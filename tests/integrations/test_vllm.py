@@ -190,7 +190,7 @@ if INTERPRETING:
             check(replay, found)
 
     def test_layers_share_a_call(on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is looked for once in a step, and computes each layer over its own cache."""
+        """It is looked for once for all steps of a form, and computes each layer over its own cache."""
         looked: list[Any] = []
         look = attending.call_by_table
         monkeypatch.setattr(attending, "call_by_table", lambda *given: looked.append(0) or look(*given))
@@ -202,7 +202,7 @@ if INTERPRETING:
             q, k, v = replay.inputs(shared)
             for step in (shared, padded(2, 2)):
                 outs.append(replay.layer.forward(None, q, k, v, replay.cache, step, torch.empty_like(q)))
-        assert len(looked) == 3 and len(shared.shared) == 1
+        assert len(looked) == len(shared.shared) == 1
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
 
 else:

@@ -19,8 +19,7 @@ import gossamer as gs
 from gossamer.kernels.blocked import IMPLEMENTATION, gather_lists
 from gossamer.kernels.contract import Terms
 from gossamer.layouts.gather import build_gather
-from gossamer.plan.choice import choose
-from gossamer.plan.plan import plan_of
+from gossamer.plan.plan import choose, plan_of
 from gossamer.plan.problem import Problem
 from gossamer.testing.graphs import random_graph
 from gossamer.testing.tolerance import check, exact_results, plain_results

@@ -259,7 +259,7 @@ def test_calls(launch: Any, lead: tuple[int, int], D: int, E: int, given: bool, 
     dlse = torch.randn(B, H, Q, generator=generator).masked_fill(~mask.any(-1), 0.0)
     sinks = torch.randn(H, generator=generator) if given else None
     # One ends within a list, one keeps nothing.
-    terms = Terms(D**-0.5, K - Q, 2.0, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
+    terms = Terms(D**-0.5, K - Q, 2.0, False, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
     leaves = [x.double().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
     exact_terms = terms._replace(sink_logits=leaves[3] if given else None)
     out, lse = oracle(leaves[0], leaves[1], leaves[2], mask, exact_terms)
@@ -330,7 +330,7 @@ def test_float32_calls(launch: Any, D: int, E: int, given: bool, split: int | No
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, h, n, d, generator=generator) for h, n, d in ((H, Q, D), (G, K, D), (G, K, E)))
     sinks = torch.randn(H, generator=generator) if given else None
-    terms = Terms(D**-0.5, K - Q, 2.0, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
+    terms = Terms(D**-0.5, K - Q, 2.0, False, torch.tensor([K - 90, 0]), sinks) if given else Terms(D**-0.5, K - Q)
     exact = oracle(q.double(), k.double(), v.double(), mask, terms)
     problem = Problem(B, H, G, Q, K, D, E, "float32", "cpu", processors=4)
     assert wrong(launches.forward(launch, problem, layout, terms, q, k, v, split=split), exact) < 1e-5

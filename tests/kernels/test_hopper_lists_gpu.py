@@ -94,7 +94,7 @@ def results(case: Case, lists: Tensor, inputs: list[Tensor], sinks: Tensor | Non
 def test_case(case: Case, poison: None) -> None:
     lists, mask, inputs = draw(case)
     sinks = torch.randn(inputs[0].shape[1], device="cuda") if case.sinks else None
-    terms = Terms(case.D**-0.5, case.K - case.Q, case.softcap, None, sinks)
+    terms = Terms(case.D**-0.5, case.K - case.Q, case.softcap, sink_logits=sinks)
     compare(case, mask, terms, inputs, results(case, lists, inputs, sinks))
 
 

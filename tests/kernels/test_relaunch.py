@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import gossamer as gs
-from gossamer.kernels import relaunch
+from gossamer.kernels import launch_now, relaunch
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import Builder, Constant, Group, Operand, names_of, operand_of
 from gossamer.kernels.relaunch import Blocks, Pointer, Programs
@@ -328,7 +328,7 @@ def test_launches_at_once(streams: None) -> None:
 
     def launch(size: int, x: torch.Tensor, y: torch.Tensor, grid: tuple[int, ...] = (3,), **more: Any) -> None:
         given = {"scale": 0.5, "FLAG": True, "num_warps": 4} | more
-        relaunch.launch(kernel, grid, size, x, table=x, y=y, **given)
+        launch_now.launch(kernel, grid, size, x, table=x, y=y, **given)
 
     def compiled() -> int:
         return sum(kind == "compiled" for kind, _, _ in kernel.calls)

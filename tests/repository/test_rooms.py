@@ -127,7 +127,6 @@ FRAMEWORKS = {
     "kernels.triton.gather.device_items": allowed("torch"),
     "kernels.triton.one_query.launch_one_query": allowed("torch triton"),
     "kernels.triton.paged.copy_slots": allowed("torch triton"),
-    "kernels.triton.paged.write_slots": allowed("torch triton"),
     "kernels.hopper": allowed("numpy torch cutlass tvm_ffi"),
     "jax": allowed("numpy jax"),
     "jax.kernels.targets": allowed("numpy jax", "jax_tvm_ffi jaxlib"),

@@ -252,7 +252,7 @@ def test_thresholds_are_the_operators() -> None:
 def test_what_a_repeated_call_launches(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
     """Kernels are stood in for: what each call launches, with what it was recorded for, which compiles."""
     pytest.importorskip("triton")
-    from gossamer.kernels import relaunch
+    from gossamer.kernels import launch_now, relaunch
     from gossamer.sparse_k.launch import triton as triton_calls
     from gossamer.sparse_k.launch.implementations import Implementation
     from gossamer.sparse_k.thresholds_triton import launch as prefixes
@@ -271,7 +271,7 @@ def test_what_a_repeated_call_launches(monkeypatch: pytest.MonkeyPatch, compiles
     monkeypatch.setattr(prefixes, "available", lambda u: u.dtype == torch.float32)
     monkeypatch.setattr(calls, "implementation", lambda name, x, o: by_kernels)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    relaunch._kept.cache_clear()
+    launch_now._kept.cache_clear()
     x = [t.to(torch.bfloat16) if t.ndim == 4 else t for t in given(N=2100)]
     x = [t.requires_grad_() for t in x]
     launched = []

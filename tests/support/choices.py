@@ -16,9 +16,8 @@ from unittest import mock
 
 from gossamer.bench.results import read_records
 from gossamer.patterns import Pattern
-from gossamer.plan.choice import choose
 from gossamer.plan.partition import Part
-from gossamer.plan.plan import plan_of
+from gossamer.plan.plan import choose, plan_of
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import NAMES, load
 from gossamer.testing.cases import CASES, Case

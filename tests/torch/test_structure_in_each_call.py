@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gossamer as gs
-from gossamer.torch import planning
+from gossamer.memo import Memo
+from gossamer.torch import planning, repeated
 from gossamer.torch.given_layouts import layout_from
 from gossamer.torch.recording import record
 from tests.support.definition import dense, tensors
@@ -278,3 +279,69 @@ def test_only_places_of_truth_values_keep_a_call_from_being_recorded() -> None:
     assert torch.equal(again(x + 1, at - 3)[0], torch.tensor([1, 1, 6]))
     some = x > 4
     assert record(lambda: [x[some]], [x, some], cpu).again is None
+
+
+NUMBERED: dict[str, Given] = {
+    **{name: GIVEN[name] for name in ("ids", "edges", "blocks", "counts")},
+    "keys": Given([[[0, 30, -1]] * Q], [[[69, 2, 2]] * Q], lambda q, k, v, x: gs.attention(q, k, v, gs.Indices(x))),
+    "packed": Given(
+        [[0, 7, 40], [0, 20, 70]], [[0, 9, 30], [0, 50, 60]],
+        lambda q, k, v, cu_q, cu_k: gs.varlen(
+            *(x[0].transpose(0, 1) for x in (q, k, v)), cu_q, cu_k, pattern=gs.Causal()
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", NUMBERED)
+def test_what_is_kept_by_numbers_is_of_those_alone(name: str, write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors on a CPU: what is written to them later changes nothing that was kept, in either direction."""
+    given = NUMBERED[name]
+    monkeypatch.setattr(repeated, "_numbered", Memo(4))
+    for dtype in dtypes("blocks" if name == "keys" else name):
+        first, second = numbers(given.first, dtype), numbers(given.second, dtype)
+        monkeypatch.setattr(repeated, "MOST_READ_BYTES", 0)
+        wanted = [gradients(given.call, now) for now in (first, second)]
+        assert not len(repeated._numbered)
+        monkeypatch.setattr(repeated, "MOST_READ_BYTES", 2**18)
+        data = numbers(given.first, dtype)
+        for turn in range(6):
+            for x, to in zip(data, (first, second)[turn % 2], strict=True):
+                WRITES[write](x, to)
+            for _ in range(2):
+                for found, want in zip(gradients(given.call, data), wanted[turn % 2], strict=True):
+                    torch.testing.assert_close(found, want)
+        assert len(repeated._numbered) == 2
+        repeated._numbered.clear()
+
+
+def gradients(call: Call, data: list[Tensor]) -> list[Tensor]:
+    x = inputs()
+    out = call(*x, *data)
+    return [out, *torch.autograd.grad(out.square().sum(), x)]
+
+
+def test_numbers_that_are_kept_are_checked_where_that_is_asked_for() -> None:
+    """Calls without a check come first, and keep the layout of what it would refuse."""
+    x, keys = inputs(), torch.full((1, 1, Q, 2), K)  # no key
+    for _ in range(3):
+        gs.attention(*x, gs.Indices(keys))
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"indices of Indices must be in \[0, 70\), or -1 where unused; got 70"):
+            gs.attention(*x, gs.Indices(keys, check=True))
+    edges = torch.tensor([0, 50, 20])
+    for _ in range(3):
+        with pytest.raises(ValueError, match="must not decrease"):
+            gs.attention(*x, gs.DocumentIds.from_cu_seqlens(edges, K))
+
+
+def test_layouts_of_tensors_are_the_callers_own() -> None:
+    """A layout that `device_layout` gives may be written to; attention keeps another one by its numbers."""
+    x, ids = inputs(), torch.tensor(IDS)
+    wanted = gs.attention(*x, gs.DocumentIds(ids.clone()))
+    for _ in range(3):
+        made = gs.device_layout(*x, gs.DocumentIds(ids))
+        for array in made.rows.arrays():
+            array.zero_()
+        assert torch.equal(gs.attention(*x, gs.DocumentIds(ids)), wanted)

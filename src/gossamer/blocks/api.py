@@ -48,8 +48,8 @@ class SelectedBlocks(BlockIndices):
     covered: Tensor
 
     def __init__(self, indices: Tensor, covered: Tensor, choice: Choice) -> None:
-        super().__init__(indices, choice.block_size)
-        self.covered, self._choice = covered, choice
+        self._take(indices, None, False)
+        self.block_size, self.covered, self._choice = choice.block_size, covered, choice
         if choice.causal:
             self.rule = CAUSAL
 

@@ -19,12 +19,15 @@ from gossamer.kernels.launch import compute_dtype
 from gossamer.plan.arguments import (
     ACCEPTED,
     FLOATS,
+    HEAD_SIZES,
+    MAX_HEAD,
+    MOST,
+    POSITIONS,
     check_distance,
     factor_checks,
     listed_lengths,
     offset_check,
     shape_check,
-    size_checks,
 )
 from gossamer.plan.problem import SCORE_TERMS, Problem
 
@@ -231,7 +234,10 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     _, K, G, _ = k.shape
     yield k.shape[3] == D, "key", k, f"have the head size of query, D={D}"
     yield v.shape[1:3] == (K, G), "value", v, f"have the positions and heads of key, (K, G) = {(K, G)}"
-    yield from size_checks(("query", "key", "value"), H, G, (D, v.shape[3]), (Q, K), lambda: describe(k))
+    if H % G:
+        yield False, "key", Wording(f"G={G}, {describe(k)}"), f"have a number of heads G that divides query's H={H}"
+    yield max(D, v.shape[3]) <= MAX_HEAD, "query and value", (D, v.shape[3]), HEAD_SIZES
+    yield max(Q, K) < MOST, "query and key", (Q, K), POSITIONS
     for name, x in zip(vectors._fields, vectors, strict=True):
         if x is None:
             continue

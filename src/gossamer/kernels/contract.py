@@ -11,7 +11,7 @@ and every gradient. So loads of such rows are cleared, or their products are cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from gossamer.kernels.launch import Direction, Operand, Prepared
@@ -29,21 +29,15 @@ class Scoring(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The values of all score terms of a call; tensors are on the inputs' device."""
+    """The values of all score terms of a call, `Scoring` and then `Vectors`; tensors are on the inputs' device."""
 
     scale: float
     q_offset: int
     softcap: float | None = None
+    absolute: bool = False  # of ALiBi's distances
     key_lengths: Any = None  # (B,) integer: keys j >= key_lengths[b] are not attended
     sink_logits: Any = None  # (H,) float32: adds exp(sink) to the denominator
     alibi_slopes: Any = None  # (H,) or (B, H) float32: adds slope * (j - i), or slope * -|i - j|, to the score
-    absolute: bool = False  # of ALiBi's distances
-
-
-def terms_of(scoring: Scoring, vectors: Iterable[Any]) -> Terms:
-    """The score terms of a call."""
-    lengths, sinks, slopes = vectors
-    return Terms(scoring.scale, scoring.q_offset, scoring.softcap, lengths, sinks, slopes, scoring.absolute)
 
 
 class Implementation(Candidate, Protocol):

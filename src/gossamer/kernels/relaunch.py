@@ -1,4 +1,4 @@
-"""Steps that run Triton kernels: described with every argument by its name, launched past Triton's own look-up.
+"""Steps that run Triton kernels: described with every argument by its name, bound past Triton's own look-up.
 
 That look-up takes several times as long as a small kernel. All that a kernel is compiled for is in the key of its step,
 so a bound step passes addresses and numbers alone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
 import triton
@@ -19,7 +19,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gossamer.kernels.launch import ALIGNMENT, BYTES, Argument, Builder, Constant, Group, Kernel, Launched, Operand
+from gossamer.kernels.launch import ALIGNMENT, BYTES, Argument, Builder, Constant, Group, Kernel, Operand
 
 
 class Pointer(NamedTuple):
@@ -250,51 +250,3 @@ def launcher(function: Any, programs: Programs) -> Callable[..., None]:
             run(*whole, stream(device), handle, metadata, None, None, None, *arguments)
 
     return quick
-
-
-def launch(function: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """function[grid](*arguments, **named), which Triton looks up for the first of equal launches alone.
-
-    The others take a fraction. Equal are those of the same integers, and of tensors of the same types and alignment.
-
-    Args:
-        arguments: tensors, numbers and tuples of integers, by place.
-        named: other arguments, the kernel's constants, and options of the launch.
-    """
-    import torch
-
-    numbers = len(arguments)
-    given = arguments + tuple(map(named.pop, _names(function)[numbers:]))
-    if knobs.runtime.interpret:
-        Launched(partial(function[grid], **named), given, False).start()
-    else:
-        facts: list[Any] = []
-        for at, x in enumerate(given):
-            if isinstance(x, torch.Tensor):
-                facts += x.dtype, x.data_ptr() % ALIGNMENT == 0
-            elif at < numbers and type(x) is float:
-                facts.append(float)  # Triton compiles for no float's value
-            else:
-                facts.append(x)
-        run = _kept(function, grid, torch.cuda.current_device(), tuple(facts), tuple(named.items()))
-        Launched(run, given, True).start()
-
-
-@lru_cache
-def _names(function: Any) -> tuple[str, ...]:
-    return tuple(parameters(function))
-
-
-@lru_cache(1024)
-def _kept(
-    function: Any, grid: tuple[int, ...], device: int, facts: tuple[Any, ...], options: tuple[tuple[str, Any], ...]
-) -> Callable[..., None]:
-    """`launcher` on the current device; of a tensor the facts are its type, and behind it whether it is aligned."""
-    import torch
-
-    left = iter(facts)
-    signature = [
-        Pointer(str(x).removeprefix("torch."), next(left)) if isinstance(x, torch.dtype) else 0.5 if x is float else x
-        for x in left
-    ]
-    return launcher(function, Programs(grid, options, without_values(function, signature)))

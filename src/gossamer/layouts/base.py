@@ -158,12 +158,13 @@ class Layout(Generic[W]):
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if self.device == device:
+        held = self.rows.device
+        if held == device:
             return self
         copy = self._copies.get(device)
         if copy is None:
             host = self.host
-            if self.device is None:  # a twin without copies: they would hold one another until the collector of cycles
+            if held is None:  # a twin without copies: they would hold one another until the collector of cycles
                 host = type(self)(self.rows, None, self._transpose, q_offset=self.q_offset)
             moved = type(self)(self.rows.on_device(device), host, q_offset=self.q_offset)
             copy = self._copies.setdefault(device, moved)

@@ -144,17 +144,13 @@ def interval_overlap(interval: Intervals, grid: Grid, ti: np.ndarray, tj: np.nda
 def _chunks(pattern: Pattern, part: Pattern | None, grid: Grid) -> Iterator[KeptTiles]:
     interval = None if part is None else part.intervals(grid.sizes)
     if interval is not None and part is pattern:
-        yield from _interval_chunks(interval, grid)
+        rows = max(1, TILES_AT_ONCE // grid.nk)
+        for start in range(0, grid.nq, rows):
+            yield _interval_chunk(interval, grid, start, min(start + rows, grid.nq))
         return
     rows = max(1, TILES_AT_ONCE * grid.nq // max(1, pattern.tile_bound(grid)))
     for start in range(0, grid.nq, rows):
         yield _mixed_chunk(pattern, part, interval, grid, start, min(start + rows, grid.nq))
-
-
-def _interval_chunks(interval: Intervals, grid: Grid) -> Iterator[KeptTiles]:
-    rows = max(1, TILES_AT_ONCE // grid.nk)
-    for start in range(0, grid.nq, rows):
-        yield _interval_chunk(interval, grid, start, min(start + rows, grid.nq))
 
 
 def _interval_chunk(interval: Intervals, grid: Grid, start: int, stop: int) -> KeptTiles:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.checks import Check, Wording, show
+from gossamer.checks import Check, show
 from gossamer.checks import describe as described
 from gossamer.patterns import Pattern
 from gossamer.patterns.ahead import keeps_ahead
@@ -19,6 +19,8 @@ DISTANCES = ("signed", "absolute")  # of ALiBi: what a slope is multiplied by is
 BLOCKS = (64, 128)  # sizes of blocks that are selected: tiles that every implementation walks
 MAX_HEAD = 4096  # of D and of E
 MOST = 2**31 - 2**16  # positions are below it
+HEAD_SIZES = f"have head sizes D, E up to {MAX_HEAD}"
+POSITIONS = f"have fewer than 2**31 - 2**16 = {MOST} positions Q, K"
 
 
 def most_offset(Q: int, K: int) -> int:
@@ -34,28 +36,6 @@ def within_positions(Q: int, K: int) -> str:
 def offset_check(q_offset: int, Q: int, K: int) -> Check:
     """The check of a q_offset that is a whole number."""
     return abs(q_offset) <= most_offset(Q, K), "q_offset", q_offset, within_positions(Q, K)
-
-
-def size_checks(
-    names: tuple[str, str, str],
-    H: int,
-    G: int,
-    sizes: tuple[int, int],
-    lengths: tuple[int, int],
-    given: Callable[[], str],
-) -> Iterator[Check]:
-    """The checks of numbers of heads, of head sizes (D, E), and of lengths (Q, K).
-
-    Args:
-        names: of queries, keys and values.
-        given: the keys in words.
-    """
-    q, k, v = names
-    if H % (G or H + 1):
-        yield False, k, Wording(f"G={G}, {given()}"), f"have a number of heads G that divides {q}'s H={H}"
-    yield max(sizes) <= MAX_HEAD, f"{q} and {v}", sizes, f"have head sizes D, E up to {MAX_HEAD}"
-    for n in lengths:
-        yield n < MOST, f"{q} and {k}", lengths, f"have fewer than 2**31 - 2**16 = {MOST} positions Q, K"
 
 
 def shape_check(name: str, x: Any, B: int, H: int) -> Check:

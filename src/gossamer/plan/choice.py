@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from math import inf, prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gossamer.layouts.gather import WIDTHS, item_limit
 from gossamer.layouts.work_list import FEWEST_TILES
 from gossamer.memo import Memo
 from gossamer.patterns.base import Pattern
-from gossamer.patterns.grid import Sizes
-from gossamer.plan.capability import Candidate
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
 from gossamer.plan.estimate import Sample
-from gossamer.plan.plan import Plan
 from gossamer.plan.problem import Problem
 
 # If the first tile executes no more pairs than this for each useful pair, nothing else is compared.
@@ -125,41 +122,6 @@ def cheapest(
         return 0
     seconds = costs(pattern, Q, K, tiles=tiles, gathers=gathers, q_offset=q_offset, machine=machine)
     return seconds.index(min(seconds))
-
-
-class Chosen(NamedTuple):
-    """The choice for a call: an implementation, and the form and tile of the layout that it reads."""
-
-    implementation: Candidate
-    form: Literal["dense", "packed_mask", "block", "gather"]
-    block_q: int = 0  # of a block layout or a gather layout
-    block_kv: int = 0  # of a block layout
-
-    def __str__(self) -> str:
-        sizes = {"block": f"{self.block_q} x {self.block_kv}", "gather": f"gather {self.block_q}"}
-        return f"{self.implementation.name} {sizes.get(self.form, self.form)}"
-
-
-def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
-    """The implementation that computes a call, and the layout that it reads.
-
-    It is the first of the plan where that reads no block layout, or where one tile is offered and each row keeps one
-    interval. Else it is the one whose tile or gather layout is estimated to take the least time.
-    """
-    p, first = plan.problem, plan.implementations[0]
-    if first.layout != "block":
-        return Chosen(first, first.layout)
-    (walker, tile), *others = plan.offers
-    if not others and pattern.keeps_intervals(Sizes(p.Q, p.K, q_offset)):  # no gather layout takes less
-        block_q, block_kv = tile
-        return Chosen(walker, "block", block_q, block_kv)
-    machine = machine_of(p, pattern)
-    at = cheapest(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
-    if at < len(plan.tiles):
-        walker, costs = plan.options[at]
-        return Chosen(walker, "block", costs.block_q, costs.block_kv)
-    gatherer, gather = plan.gather_options[at - len(plan.tiles)]
-    return Chosen(gatherer, "gather", gather.choice.block_q)
 
 
 def machine_of(problem: Problem, pattern: Pattern) -> Machine:

@@ -1,14 +1,17 @@
-"""The implementations that compute a problem, and why the others do not."""
+"""The implementations that compute a problem, why the others do not, and which of them computes a pattern."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from gossamer.memo import Memo
+from gossamer.patterns.base import Pattern
 from gossamer.patterns.grid import Sizes
 from gossamer.patterns.handles import token_of
 from gossamer.plan.capability import Candidate, gathers_alone, reasons
+from gossamer.plan.choice import cheapest, machine_of
 from gossamer.plan.costs import GatherCosts, TileCosts, costs_of
 from gossamer.plan.partition import Partition, partition_of
 from gossamer.plan.problem import Problem, Unsupported
@@ -84,6 +87,41 @@ class Plan:
 
         (partition,) = self._partitions.get_or_make((handle, q_offset), make)
         return partition
+
+
+class Chosen(NamedTuple):
+    """The choice for a call: an implementation, and the form and tile of the layout that it reads."""
+
+    implementation: Candidate
+    form: Literal["dense", "packed_mask", "block", "gather"]
+    block_q: int = 0  # of a block layout or a gather layout
+    block_kv: int = 0  # of a block layout
+
+    def __str__(self) -> str:
+        sizes = {"block": f"{self.block_q} x {self.block_kv}", "gather": f"gather {self.block_q}"}
+        return f"{self.implementation.name} {sizes.get(self.form, self.form)}"
+
+
+def choose(plan: Plan, pattern: Pattern, q_offset: int) -> Chosen:
+    """The implementation that computes a call, and the layout that it reads.
+
+    It is the first of the plan where that reads no block layout, or where one tile is offered and each row keeps one
+    interval. Else it is the one whose tile or gather layout is estimated to take the least time.
+    """
+    p, first = plan.problem, plan.implementations[0]
+    if first.layout != "block":
+        return Chosen(first, first.layout)
+    (walker, tile), *others = plan.offers
+    if not others and pattern.keeps_intervals(Sizes(p.Q, p.K, q_offset)):  # no gather layout takes less
+        block_q, block_kv = tile
+        return Chosen(walker, "block", block_q, block_kv)
+    machine = machine_of(p, pattern)
+    at = cheapest(pattern, p.Q, p.K, tiles=plan.tiles, gathers=plan.gathers, q_offset=q_offset, machine=machine)
+    if at < len(plan.tiles):
+        walker, costs = plan.options[at]
+        return Chosen(walker, "block", costs.block_q, costs.block_kv)
+    gatherer, gather = plan.gather_options[at - len(plan.tiles)]
+    return Chosen(gatherer, "gather", gather.choice.block_q)
 
 
 _plans: Memo[Plan] = Memo()

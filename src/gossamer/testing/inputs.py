@@ -117,7 +117,7 @@ def make(
             slopes = torch.stack([slopes / (b + 1) for b in range(case.B)])
     offset = case.K - case.Q if case.q_offset is None else case.q_offset
     absolute = case.alibi_distance == "absolute"
-    terms = Terms(case.D**-0.5, offset, case.softcap, lengths, sinks, slopes, absolute)
+    terms = Terms(case.D**-0.5, offset, case.softcap, absolute, lengths, sinks, slopes)
     return Inputs(case.pattern() if pattern is None else pattern, q, k, v, terms, draw(case.H, case.Q, case.E))
 
 

@@ -258,13 +258,16 @@ def _run(request: Request, key: Key | None) -> tuple[Tensor, Tensor]:
     if a.expanded:  # what is kept by the key would be run with k and v as they were given
         key = None
     if not torch.compiler.is_compiling() and (key is not None or plain(a.q, a.k, a.v, a.sink_logits)):
-        request = read_q_offset(Request(a, attended))
+        request = Request(a, attended)
+        if a.q_offset_tensor is not None:
+            request = read_q_offset(request)
         out, lse = call_of(request, key)(a.q, a.k, a.v, *request.more)
     else:
         out, lse = forward_op(
             a.q, a.k, a.v, list(attended.data), list(attended.geometry), attended.handle, *options_of(a)
         )
-    out, lse = unbatched(out, lse, a.dims, a.bshd)
+    if a.dims != 4 or a.bshd:
+        out, lse = unbatched(out, lse, a.dims, a.bshd)
     if back is not None:
         rows = -3 if a.bshd and a.dims > 2 else -2
         out, lse = out.index_select(rows, back), lse.index_select(-1, back)

@@ -20,12 +20,15 @@ from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.arguments import (
     ACCEPTED,
     FLOATS,
+    HEAD_SIZES,
+    MAX_HEAD,
+    MOST,
+    POSITIONS,
     check_distance,
     factor_checks,
     listed_lengths,
     offset_check,
     shape_check,
-    size_checks,
 )
 from gossamer.plan.arguments import instead as instead_of
 from gossamer.plan.table import NAMES
@@ -104,13 +107,14 @@ def coerced(q: Any, o: AttentionOptions, vectors: Vectors | tuple[()] | None = N
     if vectors is None:
         vectors = vectors_of(q, o.key_lengths, o.sink_logits, o.alibi_slopes)
     key_lengths, sinks, slopes = vectors or NO_VECTORS
-    starts, deterministic = lengths(o.key_starts, q, "key_starts"), o.deterministic
+    deterministic = o.deterministic
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return AttentionOptions(
-        number(o.scale), offset(o.q_offset), starts, key_lengths, number(o.softcap), sinks, slopes, o.alibi_distance,
-        o.implementation, deterministic, o.layout,
-    )  # fmt: skip
+    o = o._replace(key_lengths=key_lengths, sink_logits=sinks, alibi_slopes=slopes, deterministic=deterministic)
+    if o.scale is o.q_offset is o.key_starts is o.softcap is None:
+        return o
+    starts = lengths(o.key_starts, q, "key_starts")
+    return o._replace(scale=number(o.scale), q_offset=offset(o.q_offset), key_starts=starts, softcap=number(o.softcap))
 
 
 def arguments_of(q: Any, k: Any, v: Any, o: AttentionOptions) -> Arguments:
@@ -348,7 +352,12 @@ def _checks(a: Arguments) -> Iterator[Check]:
     for of_keys, n in zip(k.shape[1:3], (G, K), strict=True):  # a graph may leave one open
         yield of_keys == n, "v", v, f"have the heads and positions of k, (G, K) = {tuple(k.shape[1:3])}"
     yield E > 0, "v", v, "have a head size E of at least 1"
-    yield from size_checks(("q", "k", "v"), H, G, (D, E), (Q, K), lambda: describe(as_given(k, a)))
+    if H % (G or H + 1):
+        given = f"G={G}, {describe(as_given(k, a))}"
+        yield False, "k", Wording(given), f"have a number of heads G that divides q's H={H}"
+    yield max(D, E) <= MAX_HEAD, "q and v", (D, E), HEAD_SIZES
+    for n in (Q, K):
+        yield n < MOST, "q and k", (Q, K), POSITIONS
     if not a.scale is a.softcap is None:
         yield from factor_checks(a.scale, a.softcap, D, dtype)
     if a.q_offset is not None:

@@ -51,6 +51,7 @@ from gossamer.torch.planning import (
     check_sizes,
     data_layout,
     layout_bytes,
+    log_choice,
     plan_for,
     scoring_of,
     select_layout,
@@ -228,6 +229,7 @@ class Call:
             self.bytes += layout_bytes(layout)
         else:
             implementation, layout = given.selected
+            log_choice(implementation.name, plan)
         return implementation.prepare(plan.problem, layout, direction, self.scoring, operands)
 
 
@@ -330,6 +332,7 @@ class MadeCall(DataCall):
         own = results_in_bshd(direction, operands) if self.options.bshd else {}
         implementation, geometry = cast(Implementation, plan.implementations[0]), self.attended.geometry
         prepared: list[Prepared] = []
+        log_choice(implementation.name, plan)
 
         def make() -> list[Any]:
             layout: Any = layout_from([*self._arrays(data)], geometry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -24,8 +23,7 @@ from gossamer.memo import Memo
 from gossamer.patterns import Dense, Pattern
 from gossamer.patterns.handles import pattern_of
 from gossamer.plan.arguments import check_ahead
-from gossamer.plan.choice import choose
-from gossamer.plan.plan import Plan, plan_of, refusals
+from gossamer.plan.plan import Plan, choose, plan_of, refusals
 from gossamer.plan.problem import SCORE_TERMS, Problem, Unsupported
 from gossamer.torch.arguments import OTHER_LAYOUT, Arguments, check_mask, is_empty, validate
 from gossamer.torch.given_layouts import check_layout, layout_from
@@ -193,7 +191,7 @@ def select_layout(plan: Plan, pattern: Pattern, q_offset: int, device: torch.dev
         layout = cached_layout(
             pattern, p.Q, p.K, block_q=chosen.block_q, block_kv=chosen.block_kv, q_offset=q_offset, device=device
         )
-    _log(chosen.implementation.name, plan)
+    log_choice(chosen.implementation.name, plan)
     return Selection(cast(Implementation, chosen.implementation), layout)
 
 
@@ -212,10 +210,13 @@ class DataLayout:
         self.bound: Memo[Any] = Memo(MOST_BOUND)
 
 
+Versions = tuple[tuple[int, int], ...]  # of tensors, with their identities
+
+
 class _Remembered(NamedTuple):
     """What was made from tensors, in which versions, and by the kernels of which stream."""
 
-    versions: tuple[tuple[int, int], ...]  # of the tensors, with their identities
+    versions: Versions
     maker: int | None
     others: list[ref[Tensor]]
     given: DataLayout
@@ -236,57 +237,54 @@ def data_layout(
         again: where they are its memory alone, what gives its arrays.
     """
     p, implementation = plan.problem, cast(Implementation, plan.implementations[0])
-    _log(implementation.name, plan)
-    capturing = p.device == "cuda" and is_current_stream_capturing()
     form, columns = implementation.layout, p.backward and p.device != "cpu"
-    block_q, block_kv = implementation.tile(p)
+    # Both directions read one layout that is given, and what is made of it: the work items of rows.
+    tiles: tuple[Any, ...] = () if geometry else (*implementation.tile(p), columns)
+    which = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry, again)
+    versions: Versions = ()
+    if counted and not any(x.is_inference() for x in data):  # these do not count their writes
+        versions = tuple([(id(x), x._version) for x in data])
+    if not geometry:
+        check_mask(data[0], q, k)
+        if form != "dense" and p.device == "cuda" and is_current_stream_capturing():
+            versions = ()  # a graph reads the mask again in every replay
+    found = _remembered(data, which, versions) if versions else None
+    if found is not None:
+        return found
     # Aliases: what is remembered under a tensor must not keep that tensor alive. One that comes twice stays one.
     once = {id(x): x.detach() for x in data}
     aliases = [once[id(x)] for x in data]
-
-    def make() -> DataLayout:
-        layout: Any
-        if geometry:
-            layout = layout_from(aliases if again is None else [*again.parts(aliases)], geometry)
-            if not made:
-                check_layout(layout.rows, q, k)
-            layout = dense_of(layout.rows) if form == "dense" else layout
-        elif form == "dense":
-            (layout,) = aliases
-        elif form == "packed_mask":
-            layout = packed_mask_of(aliases[0], p.Q, p.K)
-        else:
-            # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
-            layout = layout_of(aliases[0], p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
-        return DataLayout(Selection(implementation, layout))
-
-    if not geometry:
-        check_mask(data[0], q, k)
-        if capturing and form != "dense":  # a graph reads the mask again in every replay
-            return make()
-    # Both directions read one layout that is given, and what is made of it: the work items of rows.
-    tiles = () if geometry else (block_q, block_kv, columns)
-    more = (implementation.name, form, *tiles, p.B, p.H, p.Q, p.K, geometry, again)
-    return _remember(data, more, make) if counted and data else make()
+    layout: Any
+    if geometry:
+        layout = layout_from(aliases if again is None else [*again.parts(aliases)], geometry)
+        if not made:
+            check_layout(layout.rows, q, k)
+        layout = dense_of(layout.rows) if form == "dense" else layout
+    elif form == "dense":
+        (layout,) = aliases
+    elif form == "packed_mask":
+        layout = packed_mask_of(aliases[0], p.Q, p.K)
+    else:
+        # The blocked implementation walks rows alone; building columns on a CPU would be for nothing.
+        block_q, block_kv, _ = tiles
+        layout = layout_of(aliases[0], p.Q, p.K, block_q=block_q, block_kv=block_kv, transpose=columns)
+    given = DataLayout(Selection(implementation, layout))
+    if versions:
+        maker, others = _maker(data[0].device), [ref(x) for x in data[1:]]
+        _data_layouts.setdefault(data[0], {})[which] = _Remembered(versions, maker, others, given)
+    return given
 
 
-def _remember(data: tuple[Tensor, ...], more: tuple[Any, ...], make: Callable[[], DataLayout]) -> DataLayout:
-    """What is made from tensors, kept as long as the first of them lives and none has been written to.
+def _remembered(data: tuple[Tensor, ...], which: tuple[Any, ...], versions: Versions) -> DataLayout | None:
+    """What was made from tensors, kept as long as the first of them lives and none has been written to.
 
     Only writes that torch counts are seen.
     """
-    if any(x.is_inference() for x in data):  # these do not count their writes
-        return make()
-    first, *others = data
-    versions = tuple((id(x), x._version) for x in data)
-    maker, of_first = _maker(first.device), _data_layouts.setdefault(first, {})
-    kept = of_first.get(more)
-    known = kept is not None and kept.versions == versions and maker in (None, kept.maker)
-    if known and all(a() is b for a, b in zip(kept.others, others, strict=True)):
-        return kept.given
-    given = make()
-    of_first[more] = _Remembered(versions, maker, [ref(x) for x in others], given)
-    return given
+    kept = _data_layouts.get(data[0], {}).get(which)
+    if kept is None or kept.versions != versions or _maker(data[0].device) not in (None, kept.maker):
+        return None
+    same = all(a() is b for a, b in zip(kept.others, data[1:], strict=True))
+    return kept.given if same else None
 
 
 def _maker(device: torch.device) -> int | None:
@@ -316,7 +314,7 @@ def _packed_mask_pattern(pattern: Pattern, p: Problem, q_offset: int, device: to
     return _packed_masks.get_or_make(key, make, layout_bytes)
 
 
-def _log(name: str, plan: Plan) -> None:
+def log_choice(name: str, plan: Plan) -> None:
     """Say once which implementation computes a kind of problem."""
     key = (name, plan.problem.device, plan.problem.dtype, plan.problem.backward)
     if key in _logged or not logger.isEnabledFor(logging.INFO):

@@ -1,8 +1,9 @@
 """Calls whose structure is made on the device: one look-up, what the first call wrote down, and one run.
 
-Of a structure that the host tells whole (`varlen` with lists of edges) the layout is kept by its numbers when they come
-for the second time: the layers of a step share it, and a call that finds it launches attention alone. Numbers that come
-once go the way of those on the device, since to bind a launch to a layout takes as long as several calls.
+Of a structure that the host tells whole (`varlen` with lists of edges, and small tensors of a call on a CPU) the layout
+is kept by its numbers when they come for the second time: the layers of a step share it, and a call that finds it
+launches attention alone. Numbers that come once go the way of those on the device, since to bind a launch to a layout
+takes as long as several calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gossamer.kernels.launch import NO_VECTORS, Vectors
 from gossamer.memo import Memo
 from gossamer.patterns import Pattern
 from gossamer.patterns.handles import token_of
-from gossamer.torch.arguments import AttentionOptions, four_dimensional, is_bshd, unbatched
+from gossamer.torch.arguments import BHND, AttentionOptions, four_dimensional, is_bshd, unbatched
 from gossamer.torch.calls import call_of, known
 from gossamer.torch.given_layouts import Given, layout_from
 from gossamer.torch.key import Key, facts, key_of, places, plain
@@ -36,7 +37,7 @@ class Asked(NamedTuple):
     key: Key
     pattern: Any  # a Structure, a Pattern or None
     given: list[Tensor]  # what its structure is made of
-    by_numbers: bool  # whether the key holds all of them
+    numbers: Key | None  # the key with all numbers of these
 
 
 class Repeated(NamedTuple):
@@ -66,12 +67,15 @@ class Numbered(NamedTuple):
     layout: Given
     call: Any
     data: tuple[Tensor, ...]  # arrays of the layout, which it takes last
+    dims: int
+    bshd: bool
 
 
 MOST_NUMBERED = 8  # structures whose layouts are kept: those of a few steps
+MOST_READ_BYTES = 2**18  # of numbers in tensors: more take longer to look up than they may save
 
 _numbered: Memo[Numbered] = Memo(MOST_NUMBERED)
-_came: Memo[bool] = Memo()  # keys that came once, at least
+_came: Memo[bool] = Memo()  # hashes of keys that came once, at least
 
 
 def by_structure(
@@ -82,25 +86,24 @@ def by_structure(
     Args:
         vectors: key_lengths, sink_logits and alibi_slopes as `vectors_of` makes them, or nothing.
     """
-    asked = _asked_or_numbered(q, k, v, pattern, options, vectors)
+    asked = _asked_or_numbered(q, k, v, pattern, options, vectors, MOST_READ_BYTES)
     if asked is None:
         return None
+    found: Any = asked
     if isinstance(asked, Numbered):
-        dims, bshd, (_, sinks, _) = q.ndim, is_bshd(options.layout), vectors or NO_VECTORS
-        q, k, v = four_dimensional(q, k, v, bshd)
-        out, lse = asked.call(q, k, v, None, sinks, None, *asked.data)
-        return unbatched(out, lse, dims, bshd)
-    found: Any = known.get(asked.key)
-    if found is None:
-        request = request_of(q, k, v, asked.pattern, options, vectors, repeats=True)
-        a, call = request.arguments, call_of(request)
-        _keep(asked, request, call)
-        out, lse = call(a.q, a.k, a.v, *request.more)
-        return unbatched(out, lse, a.dims, a.bshd)
-    if found.again is None:
-        return None
+        data = asked.data
+    else:
+        found = known.get(asked.key)
+        if found is None:
+            request = request_of(q, k, v, asked.pattern, options, vectors, repeats=True)
+            a, call = request.arguments, call_of(request)
+            _keep(asked, request, call)
+            out, lse = call(a.q, a.k, a.v, *request.more)
+            return unbatched(out, lse, a.dims, a.bshd)
+        if found.again is None:
+            return None
+        data = found.made(asked.pattern, asked.given)
     _, sinks, slopes = vectors or NO_VECTORS
-    data = found.made(asked.pattern, asked.given)
     if found.dims == 4 and not found.bshd:
         out, lse = found.call(q, k, v, None, sinks, slopes, *data)
         return out, lse
@@ -113,7 +116,8 @@ def layout_by_structure(
     by_numbers: bool = True,
 ) -> Given:  # fmt: skip
     """The layout of such a call, made on its device, or kept by its numbers where these may be asked for."""
-    look_up = _asked_or_numbered if by_numbers else partial(_asked, by_numbers=False)
+    # What a layout of tensors holds may be written to by whoever asked for it.
+    look_up = partial(_asked_or_numbered, read=0) if by_numbers else partial(_asked, by_numbers=False)
     asked = look_up(q, k, v, pattern, options, vectors)
     if isinstance(asked, Numbered):
         return asked.layout
@@ -130,25 +134,31 @@ def layout_by_structure(
 
 
 def _asked_or_numbered(
-    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()]
+    q: Any, k: Any, v: Any, pattern: Any, options: AttentionOptions, vectors: Vectors | tuple[()], read: int
 ) -> Asked | Numbered | None:  # fmt: skip
     """What is kept by the numbers of a call, or what the call asks for; None for one that has no key as it is."""
-    asked = _asked(q, k, v, pattern, options, vectors)
-    if asked is None or not asked.by_numbers:
+    asked = _asked(q, k, v, pattern, options, vectors, read)
+    if asked is None:
+        return None
+    numbered = None if asked.numbers is None else _of_numbers(asked, q, k, v, options, vectors)
+    if numbered is not None:
+        return numbered
+    if all(x.device == q.device for x in asked.given):
         return asked
-    numbered = _of_numbers(asked, q, k, v, options, vectors)
-    return _asked(q, k, v, pattern, options, vectors, by_numbers=False) if numbered is None else numbered
+    return _asked(q, k, v, pattern, options, vectors, by_numbers=False)
 
 
 def _of_numbers(
     asked: Asked, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, vectors: Vectors | tuple[()]
 ) -> Numbered | None:  # fmt: skip
     """The layout of a structure by its numbers, and what computes its calls; None for the first of them."""
-    found = _numbered.get(asked.key)
+    assert asked.numbers is not None
+    found = _numbered.get(asked.numbers)
     if found is not None:
         return found
-    if _came.get(asked.key) is None:
-        _came.put(asked.key, True)
+    once = hash(asked.numbers)  # of two with one hash the second counts as one that came before, which is no harm
+    if _came.get(once) is None:
+        _came.put(once, True)
         return None
     # Its kernels run on the stream of the calls that find it, and its memory is of that one.
     stream, recorded = torch.cuda.current_stream(q.device) if q.is_cuda else None, torch.is_grad_enabled()
@@ -159,8 +169,9 @@ def _of_numbers(
 
     layout = outlasting(q.device, make)
     request = request_of(q, k, v, layout, options, vectors)
-    made = Numbered(layout, call_of(request), request.attended.data)
-    return _numbered.put(asked.key, made, layout_bytes(layout))
+    a = request.arguments
+    made = Numbered(layout, call_of(request), request.attended.data, a.dims, a.bshd)
+    return _numbered.put(asked.numbers, made, layout_bytes(layout))
 
 
 def _keep(asked: Asked, request: Request, call: Any) -> None:
@@ -177,40 +188,45 @@ def _keep(asked: Asked, request: Request, call: Any) -> None:
 
 
 def _asked(
-    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, vectors: Vectors | tuple[()], by_numbers: bool = True
+    q: Any, k: Any, v: Any, pattern: Any, o: AttentionOptions, vectors: Vectors | tuple[()], read: int = 0,
+    by_numbers: bool = True,
 ) -> Asked | None:  # fmt: skip
     """What a call asks for, with the key that tells such calls apart; None for one that has no key as it is.
 
     Args:
-        by_numbers: whether the key may hold the numbers of a structure that the host tells whole.
+        read: bytes of tensors on q's device, a CPU, up to which their numbers are those of a structure that the host
+            tells whole.
+        by_numbers: whether there may be a key of these; without, the structure is brought to q's device.
     """
     if not asks_for_structure(pattern, o.q_offset, o.key_starts):
         return None
     offset = o.q_offset if isinstance(o.q_offset, Tensor) else None
-    given = [x for x in (offset, o.key_starts, (vectors or NO_VECTORS).key_lengths) if x is not None]
-    numbers: tuple[bytes, ...] | None = None
+    lengths, _, slopes = vectors or NO_VECTORS
+    given = [x for x in (offset, o.key_starts, lengths) if x is not None]
     if isinstance(pattern, Structure):
-        if any(term.on_host for term in pattern.terms) and isinstance(q, Tensor):
-            whole = by_numbers and not given and o.q_offset is None and (vectors or NO_VECTORS).alibi_slopes is None
-            if whole and not (q.is_cuda and is_current_stream_capturing()):
-                numbers = pattern.numbers
-            if numbers is None:
-                pattern = pattern.placed(q.device)
+        if not by_numbers and isinstance(q, Tensor):
+            pattern = pattern.placed(q.device)
+        alone = by_numbers and not given and o.q_offset is slopes is None
         given, which = [*pattern.tensors, *given], pattern.facts
     elif pattern is None or isinstance(pattern, Pattern):
-        which = (DENSE if pattern is None else pattern).handle
+        which, alone = (DENSE if pattern is None else pattern).handle, False
     else:
         return None  # which is refused
     told = facts(*given) if all(isinstance(x, Tensor) for x in given) and plain(*given) else None
-    if told is None or (offset is not None and vectors and vectors.alibi_slopes is not None):
+    if told is None or (offset is not None and slopes is not None):
         return None
+    bshd = o.layout is not BHND and is_bshd(o.layout)
     key = key_of(
         q, k, v, DENSE, o.scale, None if offset is not None else o.q_offset, o.softcap, o.implementation,
-        o.deterministic, vectors, is_bshd(o.layout), o.alibi_distance,
+        o.deterministic, vectors, bshd, o.alibi_distance,
     )  # fmt: skip
     if key is None or (q.ndim == 4 and not q.shape[0] == k.shape[0] == v.shape[0]):
         return None
-    if numbers is not None:
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
-        return Asked((*key, which, told, numbers, stream), pattern, given, True)
-    return Asked((*key, which, told, places(*given), offset is None, o.key_starts is None), pattern, given, False)
+    key = *key, which, told, places(*given), offset is None, o.key_starts is None
+    numbers = None
+    if alone and not (q.is_cuda and is_current_stream_capturing()):
+        numbers = pattern.numbers(read if q.is_cpu else 0)
+    if numbers is None:
+        return Asked(key, pattern, given, None)
+    stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
+    return Asked(key, pattern, given, (*key, numbers, stream))

@@ -21,7 +21,8 @@ from gossamer.blocks.triton.score_kernels import (
     mean_kernel,
     mean_score_kernel,
 )
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import power
 
 MOST_BLOCKS = 2**14  # blocks of keys, whose scores for a list one program holds
 MOST_LISTED = 2**11  # blocks of a list, which a program sorts

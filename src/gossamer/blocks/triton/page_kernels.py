@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import power
 
 PAGES = 64  # of a program
 LEAST_ROWS, MOST_ROWS = 16, 64  # of queries that a program takes at a time

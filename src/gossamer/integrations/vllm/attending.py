@@ -12,13 +12,16 @@ from torch import Tensor
 from gossamer.checks import show
 from gossamer.integrations.vllm.options import PageChoice
 from gossamer.patterns import Causal, Pattern, SlidingWindow
+from gossamer.patterns.handles import token_of
 from gossamer.plan.problem import Unsupported
 from gossamer.torch.api import attention
 from gossamer.torch.arguments import AttentionOptions
+from gossamer.torch.calls import known
 from gossamer.torch.decoding import WIDEST
 from gossamer.torch.device_layout import device_layout
 from gossamer.torch.key import alignment
-from gossamer.torch.paged_kernel import FEW, ByTable, Given, call_by_table
+from gossamer.torch.memory import part_at
+from gossamer.torch.paged_kernel import FEW, ByTable, Given, call_by_table, key_by_table
 from gossamer.torch.paged_write import write_pages
 from gossamer.torch.structure import PackedSequences, Pages
 from gossamer.torch.structure.pages import PageLayout
@@ -138,15 +141,21 @@ class PagedAttention:
         if attn_metadata is None:  # the engine looks how much memory is needed
             return output.fill_(0)
         D, step, sinks = self.head_size, attn_metadata, self.sinks
-        k, v = kv_cache[..., :D], kv_cache[..., D : D + output.shape[-1]]
         if self.chosen is not None and self.chosen.chooses(step):
-            return self._of_chosen(self.chosen, query, k, v, step, output)
-        tensors = (query, k, v, output) if sinks is None else (query, k, v, output, sinks)
+            return self._of_chosen(self.chosen, query, kv_cache, step, output)
+        tensors = (query, kv_cache, output) if sinks is None else (query, kv_cache, output, sinks)
         which = (  # all that tells calls of a step apart
-            self.pattern.handle, self.scale, self.softcap, query.dtype, query.shape, query.stride(), k.shape,
-            k.stride(), output.shape, output.stride(), None if sinks is None else sinks.dtype, alignment(*tensors),
+            self.pattern.handle, self.scale, self.softcap, query.dtype, query.shape, query.stride(), kv_cache.dtype,
+            kv_cache.shape, kv_cache.stride(), output.shape, output.stride(), None if sinks is None else sinks.dtype,
+            alignment(*tensors),
         )  # fmt: skip
-        shared = step.shared.get(which)
+        shared, E = step.shared.get(which), output.shape[-1]
+        if isinstance(shared, ByTable):  # views by the dispatcher would take as long as all that is left to do
+            *rows, _ = kv_cache.shape
+            lie = kv_cache.stride()
+            k, v = part_at(kv_cache, (*rows, D), lie, 0), part_at(kv_cache, (*rows, E), lie, D)
+        else:
+            k, v = kv_cache[..., :D], kv_cache[..., D : D + E]
         if shared is None:
             shared = step.shared[which] = self._shared(step, query, k, v, output)
         if isinstance(shared, ByTable):
@@ -156,9 +165,11 @@ class PagedAttention:
         return output.copy_(out)
 
     def _of_chosen(
-        self, chosen: ChosenPages, q: Tensor, k: Tensor, v: Tensor, step: Step, output: Tensor
+        self, chosen: ChosenPages, q: Tensor, kv_cache: Tensor, step: Step, output: Tensor
     ) -> Tensor:  # fmt: skip
         """Attention to the pages that this layer chooses, written to output."""
+        D = self.head_size
+        k, v = kv_cache[..., :D], kv_cache[..., D : D + output.shape[-1]]
         found = chosen.of_step(q, step, k.shape[2], self.scale)
         _, lse = varlen(
             q, k, v, step.query_start_loc, pattern=self.pattern, scale=self.scale, softcap=self.softcap,
@@ -171,12 +182,18 @@ class PagedAttention:
     def _shared(self, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Any:
         """What this layer shares with those of its kind in a step: the call of a kernel that reads the table, or the
         structure of one that does not."""
+        given = Given(q, k, v, step.query_start_loc, step.block_table, step.seq_lens, self.sinks, out)
+        which = "layer", self.pattern.handle, k.shape[2], self.batch_invariant
+        key = key_by_table(given, which, self.scale, self.softcap)
+        call = None if key is None else known.get(key)
+        if call is not None:
+            return call
         pages = Pages(
             step.block_table, step.seq_lens, k.shape[2], page_layout=LAYOUT, batch_invariant=self.batch_invariant
         )
         packed = PackedSequences(step.query_start_loc, pages=pages, pattern=self.pattern)
         options = AttentionOptions(scale=self.scale, softcap=self.softcap, sink_logits=self.sinks, layout="bshd")
-        found = call_by_table(q, k, v, packed, options, out)
+        found = call_by_table(q, k, v, packed, options, out, key, token_of(self.pattern.handle))
         if found is not None:
             return found.call
         pages = pages.up_to(rounded(-(-step.max_seq_len // pages.page_size)) * pages.page_size)

@@ -31,8 +31,7 @@ from gossamer.layouts.items import BEGIN, END
 from gossamer.memo import Memo
 from gossamer.patterns import Pattern
 from gossamer.plan.capability import Candidate, Capability, reasons
-from gossamer.plan.choice import choose
-from gossamer.plan.plan import Plan
+from gossamer.plan.plan import Plan, choose
 from gossamer.plan.problem import Problem
 from gossamer.plan.table import load
 

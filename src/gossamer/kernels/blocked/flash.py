@@ -297,8 +297,9 @@ def plan_flash(layout: BlockLayout, problem: Problem, backward: bool, features: 
             parts.append(FlashPart(batch, slice(h, end) if hl > 1 else slice(0, p.H), tuple(blocks), mine))
             computed += sum(PAIRS_OF_CALL + heads * x.n * (PAIRS_OF_BLOCK + x.pairs // x.n) for x in blocks)
             h = end
-    tiles = sum(int(np.asarray(x.counts).sum()) for x in layout.rows.lists.values())
-    tiled = tiles * layout.rows.block_rows * layout.rows.block_columns * p.B * p.H // (bl * hl)
+    rows = layout.rows
+    tiles = sum(int(np.asarray(x.counts).sum()) for x in (rows.full, rows.interval, rows.bits))
+    tiled = tiles * rows.block_rows * rows.block_columns * p.B * p.H // (bl * hl)
     return FlashPlan(tuple(parts), problem, features) if computed <= 2 * tiled + 16 * PAIRS_OF_CALL else None
 
 

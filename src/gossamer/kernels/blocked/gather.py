@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gossamer.kernels.blocked.gather_lists import EdgeLists, GatherPart, Sums, plan_parts
 from gossamer.kernels.blocked.tiles import LOG2E
-from gossamer.kernels.contract import Scoring, Terms, terms_of
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.row_formulas import Attended, compute_dtype, row_terms, sink_gradient
 from gossamer.layouts.gather import GatherLayout
 from gossamer.memo import Memos
@@ -41,7 +41,7 @@ def forward(
     problem: Problem, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, layout: GatherLayout, *vectors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
-    p, terms = problem, terms_of(scoring, vectors)
+    p, terms = problem, Terms(*scoring, *vectors)
     dtype, there = compute_dtype(q.dtype), _attended(layout, p, terms)
     qs, ks, vs = (_table(x, dtype) for x in (there.of_rows(q), there.of_keys(k), there.of_keys(v)))
     out: Tensor | None = None
@@ -78,7 +78,7 @@ def backward(
     lse: Tensor, layout: GatherLayout, *vectors: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
-    p, terms = problem, terms_of(scoring, vectors)
+    p, terms = problem, Terms(*scoring, *vectors)
     dtype, there = compute_dtype(q.dtype), _attended(layout, p, terms)
     cleared = there.of_rows(dout)
     qs, ks, vs, douts = (_table(x, dtype) for x in (there.of_rows(q), there.of_keys(k), there.of_keys(v), cleared))

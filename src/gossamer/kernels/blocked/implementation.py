@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from gossamer.kernels.blocked import bmm, flash, flash_tiles, gather
-from gossamer.kernels.contract import Scoring, terms_of
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.layouts.block import BlockLayout
 from gossamer.layouts.gather import GatherLayout
@@ -59,7 +59,7 @@ def forward(
     problem: Problem, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *vectors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
-    terms = terms_of(scoring, vectors)
+    terms = Terms(*scoring, *vectors)
     if flash.computes(problem, terms):
         plan = flash.plan_of(layout, problem, "forward", flash.features_of(problem, None))
         if plan is not None:
@@ -74,7 +74,7 @@ def backward(
     lse: Tensor, layout: BlockLayout, *vectors: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
-    terms = terms_of(scoring, vectors)
+    terms = Terms(*scoring, *vectors)
     if flash.computes(problem, terms):
         plan = flash.plan_of(layout, problem, "backward", flash.features_of(problem, dlse))
         if plan is not None:

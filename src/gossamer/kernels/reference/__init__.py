@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gossamer.kernels.contract import Scoring, Terms, terms_of
+from gossamer.kernels.contract import Scoring, Terms
 from gossamer.kernels.launch import Direction, Operand, Prepared, one_function
 from gossamer.kernels.row_formulas import Attended, compute_dtype, row_terms, sink_gradient
 from gossamer.plan.capability import Capability
@@ -122,7 +122,7 @@ def forward(
     problem: Problem, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *vectors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); the score vectors are key_lengths, sink_logits and alibi_slopes, or None."""
-    terms, dtype = terms_of(scoring, vectors), compute_dtype(q.dtype)
+    terms, dtype = Terms(*scoring, *vectors), compute_dtype(q.dtype)
     keep, there = _attended(problem, terms, mask)
     s, _ = scores(there.of_rows(q.to(dtype)), there.of_keys(k.to(dtype)), terms)
     s = s.masked_fill(~keep, -torch.inf)
@@ -146,7 +146,7 @@ def backward(
     lse: Tensor, mask: Tensor, *vectors: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv), and dsink_logits where there are sinks."""
-    terms, dtype, G = terms_of(scoring, vectors), compute_dtype(q.dtype), problem.G
+    terms, dtype, G = Terms(*scoring, *vectors), compute_dtype(q.dtype), problem.G
     keep, there = _attended(problem, terms, mask)
     qc, do = (there.of_rows(x.to(dtype)) for x in (q, dout))
     kc, vc = (there.of_keys(x.to(dtype)) for x in (k, v))

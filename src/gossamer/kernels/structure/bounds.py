@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch_now import launch
 from gossamer.kernels.reaches import Reaching
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.relaunch import power
 from gossamer.kernels.structure.bound_kernels import (
     BoundForm,
     BoundNumbers,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import power
 from gossamer.kernels.structure.interval_kernels import (
     CountNumbers,
     IntervalForm,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.launch_now import launch
 from gossamer.kernels.structure.given import limits_of
 from gossamer.kernels.structure.key_kernels import ColumnNumbers, RowForm, RowNumbers, columns_kernel, rows_kernel
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.kernels.launch_now import launch
 from gossamer.kernels.reaches import Reaching
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.relaunch import power
 from gossamer.kernels.structure.block_lists import WORD
 from gossamer.kernels.structure.page_kernels import PageForm, PageNumbers, page_tiles_kernel
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.gpu import processors
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import power
 from gossamer.kernels.structure.block_lists import WORD
 from gossamer.kernels.structure.given import limits_of
 from gossamer.kernels.structure.union_kernels import UnionForm, UnionNumbers, union_kernel

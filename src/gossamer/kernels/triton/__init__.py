@@ -18,6 +18,7 @@ from gossamer.kernels.triton.gather import launch_gather
 from gossamer.kernels.triton.gather.config import GATHERS
 from gossamer.kernels.triton.one_query.kernels import one_query_kernel
 from gossamer.kernels.triton.paged.kernels import merge_pages_kernel, paged_kernel
+from gossamer.kernels.triton.paged.write_slots import write_slots_kernel
 from gossamer.kernels.triton.row_terms import row_terms_kernel
 from gossamer.kernels.triton.split_rows import combine_parts_kernel, sum_parts_kernel
 from gossamer.kernels.triton.wide import launch_wide
@@ -85,7 +86,7 @@ KERNELS = {
     for function in (
         *launch_block.KERNELS.values(), *launch_gather.ROW_KERNELS.values(), *launch_gather.TILE_KERNELS.values(),
         *launch_wide.KERNELS, row_terms_kernel, combine_parts_kernel, sum_parts_kernel, combine_results_kernel,
-        one_query_kernel, paged_kernel, merge_pages_kernel,
+        one_query_kernel, paged_kernel, merge_pages_kernel, write_slots_kernel,
     )
 }  # fmt: skip
 IMPLEMENTATION = Triton()

@@ -33,6 +33,12 @@ def operand(b: Builder, name: str) -> str:
     return name if readable else b.copied(name)
 
 
+def readable(b: Builder, name: str) -> str:
+    """The array itself where its rows are contiguous."""
+    x = b[name]
+    return name if x.strides[-1] == 1 or x.shape[-1] == 1 else b.copied(name)
+
+
 def arrays(b: Builder, **names: str) -> dict[str, Any]:
     """Arrays (B, heads, rows) or (B, heads, rows, size), and their strides."""
     return {**names, **{f"at_{name}": strides(b[array]) for name, array in names.items()}}

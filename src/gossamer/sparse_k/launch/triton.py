@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.launch_now import launch
 from gossamer.sparse_k.launch.problem import Memory, Operands, Options, SparseKGradients
 from gossamer.sparse_k.triton import forward as forward_kernel
 from gossamer.sparse_k.triton import key_gradients as keys_kernel

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.launch_now import launch
 from gossamer.sparse_k.thresholds_triton import gradient, order, starts, walks
 
 NODE = 16  # steps of a walk

@@ -13,6 +13,7 @@ import torch
 from torch import _C, Tensor
 
 from gossamer.checks import show
+from gossamer.memo import Memo
 from gossamer.patterns import Pattern
 from gossamer.patterns.reach import EVERY_KEY, MOST_REACHES, Bounds, Reach, Rule
 from gossamer.plan.problem import Unsupported
@@ -26,6 +27,8 @@ ONE_BY_ONE = (
 )
 OF_BOTH = "Give attention one boolean mask of the pairs that both keep"
 
+
+_rules: Memo[Rule] = Memo()
 
 Edges = Tensor | Sequence[int] | np.ndarray  # (n + 1,) integers, as they may be given
 
@@ -68,20 +71,27 @@ class Structure(ABC):
     @property
     def facts(self) -> tuple[Any, ...]:
         """What is said beside its tensors, which tells structures apart."""
-        return type(self), len(self.tensors), self.block, self.rule
+        return type(self), len(self.tensors), self.block, self.rule, self.checked
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it reads."""
 
-    @property
-    def numbers(self) -> tuple[bytes, ...] | None:
-        """All that its tensors hold, where each was given on the host as a list or an array; None otherwise."""
-        given = {id(x) for term in self.terms for x in (term.on_host or {}).values()}
-        if not given or any(id(x) not in given for x in self.tensors):
-            return None
-        return tuple(x.numpy().tobytes() for x in self.tensors)
+    def numbers(self, read: int = 0) -> tuple[bytes, ...] | None:
+        """All that its tensors hold, where each was given on the host as a list or an array; None otherwise.
+
+        Args:
+            read: or where they are plain tensors on a CPU, of up to so many bytes.
+        """
+        tensors = self.tensors
+        given = {id(x) for term in self.terms if term.on_host for x in term.on_host.values()}
+        if any(id(x) not in given for x in tensors):
+            for x in tensors:
+                read -= x.nbytes if x.device.type == "cpu" and type(x) is Tensor else read + 1
+            if read < 0:
+                return None
+        return tuple([x.numpy().tobytes() for x in tensors])
 
     def placed(self, device: torch.device) -> Structure:
         """This structure with what it was given on the host on a device."""
@@ -149,7 +159,7 @@ class Structure(ABC):
                 return other & self  # which is refused
             return Joined((*self.terms, *other.terms), _both(self.rule, other.rule))
         if isinstance(other, Pattern):
-            return Joined(self.terms, _both(self.rule, rule_of(other, OF_BOTH)))
+            return Joined(self.terms, _narrowed(self.rule, other))
         raise Unsupported(
             f"{self!r} joins by & a pattern that goes by positions, DocumentIds, BlockIndices or Indices; "
             f"got {describe(other)}{instead(other)}. {OF_BOTH}"
@@ -268,6 +278,15 @@ def rule_of(pattern: Any, advice: str, ruled: str = RULED) -> Rule:
         f"pattern must go by positions alone where its structure is made on the device: {ruled}; {show(pattern)} has "
         f"no rule there. {advice}"
     )
+
+
+def _narrowed(rule: Rule, pattern: Pattern) -> Rule:
+    """The rule of the pairs that a pattern keeps too, known by its handle, which stands for no other one ever."""
+    if torch.compiler.is_compiling():
+        return _both(rule, rule_of(pattern, OF_BOTH))
+    key = rule, pattern.handle
+    found = _rules.get(key)
+    return _rules.put(key, _both(rule, rule_of(pattern, OF_BOTH))) if found is None else found
 
 
 def _both(one: Rule, other: Rule) -> Rule:

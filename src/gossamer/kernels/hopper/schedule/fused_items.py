@@ -25,7 +25,8 @@ from gossamer.kernels.hopper.schedule.item_kernels import (
     many_kernel,
 )
 from gossamer.kernels.hopper.schedule.words import entries
-from gossamer.kernels.relaunch import filled, launch, power
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import filled, power
 from gossamer.layouts.gather import GatherWalk
 from gossamer.layouts.walk import Walk
 from gossamer.layouts.work_list import most_listed

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch
+from gossamer.kernels.launch_now import launch
 from gossamer.kernels.triton.gather.item_kernels import (
     ItemForm,
     ItemNumbers,

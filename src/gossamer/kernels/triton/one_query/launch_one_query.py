@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gossamer.kernels.contract import Scoring
 from gossamer.kernels.launch import BYTES, Builder, Operand, Prepared
-from gossamer.kernels.relaunch import Strides, launch, padded
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import Strides, padded
 from gossamer.kernels.triton.arguments import LARGEST_ROW_STRIDE, arrays, operand, row_results, terms, vector
 from gossamer.kernels.triton.block.config import config
 from gossamer.kernels.triton.config import architecture

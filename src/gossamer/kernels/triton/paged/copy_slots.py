@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.launch_now import launch
+from gossamer.kernels.relaunch import power
 
 BYTES = 8192  # of a head that a program copies
 

@@ -15,7 +15,7 @@ from gossamer.kernels.launch import BYTES, Builder, Operand, Prepared
 from gossamer.kernels.reaches import Reaching
 from gossamer.kernels.relaunch import Strides, padded, power
 from gossamer.kernels.scores import scales
-from gossamer.kernels.triton.arguments import step
+from gossamer.kernels.triton.arguments import readable, step
 from gossamer.kernels.triton.block.config import config
 from gossamer.kernels.triton.config import architecture
 from gossamer.kernels.triton.paged.kernels import MergeForm, PagedForm, merge_pages_kernel, paged_kernel
@@ -68,7 +68,7 @@ def forward(
     """
     b, p, heads = Builder(operands), problem, problem.H // problem.G
     (sequences, *_), (pages, *_) = b["block_table"].shape, b["k"].shape
-    q = _readable(b, "q")
+    q = readable(b, "q")
     out = b.result("out", p.dtype, (*b["q"].shape[:-1], p.E), in_place=_rows(operands.get("out")))
     lse = b.result("lse", "float32", (*b["q"].shape[:-3], p.H, p.Q))
     size = max(padded(p.D), padded(p.E))
@@ -91,7 +91,7 @@ def forward(
         part_acc = b.array("part_acc", "float32", (p.Q, p.G, cut.parts, heads, p.E))
         part_ml = b.array("part_ml", "float32", (2, p.Q, p.G, cut.parts, heads))
     values = {
-        "q": q, "k": _readable(b, "k"), "v": _readable(b, "v"), "out": out, "lse": lse, "part_acc": part_acc,
+        "q": q, "k": readable(b, "k"), "v": readable(b, "v"), "out": out, "lse": lse, "part_acc": part_acc,
         "part_ml": part_ml, "edges": "cu_seq_q", "used": "seqused_k", "table": "block_table",
         "sinks": b.contiguous("sink_logits") if "sink_logits" in b else lse,
         "at_q": _of_tokens(b[q], call.bshd, heads), "at_out": _of_tokens(b[out], call.bshd, heads),
@@ -133,12 +133,6 @@ def cut_of(call: PagedCall, columns: int, lists: int, blocks: int) -> Cut:
 def _rows(x: Operand | None) -> bool:
     """Whether a kernel writes the rows of a result where they are."""
     return x is None or x.strides[-1] == 1
-
-
-def _readable(b: Builder, name: str) -> str:
-    """The array itself where its rows are contiguous."""
-    x = b[name]
-    return name if x.strides[-1] == 1 or x.shape[-1] == 1 else b.copied(name)
 
 
 def _of_tokens(x: Operand, bshd: bool, heads: int) -> Strides:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from gossamer.kernels.relaunch import launch, power
+from gossamer.kernels.launch import Builder, Operand, Prepared
+from gossamer.kernels.relaunch import power
+from gossamer.kernels.triton.arguments import readable, step
 
 
 class SlotStrides(NamedTuple):
@@ -48,13 +49,20 @@ def write_slots_kernel(
         tl.store(to + D + o_e, b_value, mask=o_e < E)
 
 
-def write_slots(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write keys (T, G, D) and values (T, G, E), of last strides 1, to slots (T,) of a cache (P, G, size, D + E)."""
-    (T, G, D), E, size = key.shape, value.shape[2], cache.shape[2]
-    page, head, slot, _ = cache.stride()
-    at = SlotStrides(page, head, slot, *key.stride()[:2], *value.stride()[:2], *slots.stride())
-    with torch.cuda.device_of(cache):
-        launch(
-            write_slots_kernel, (T, G), cache, key, value, slots, at, size, D, E, power(D), power(E), num_warps=1,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+def write(operands: Mapping[str, Operand]) -> Prepared:
+    """Keys (T, G, D) and values (T, G, E) go to the slots (n,), n at most T, of a cache (P, G, size, D + E).
+
+    Args:
+        operands: cache, of a last stride of 1, key, value, slots.
+    """
+    b = Builder(operands)
+    (_, G, D), (*_, E), (T,), size = b["key"].shape, b["value"].shape, b["slots"].shape, b["cache"].shape[2]
+    key, value = readable(b, "key"), readable(b, "value")
+    page, head, slot, _ = b["cache"].strides
+    at = SlotStrides(page, head, slot, *b[key].strides[:2], *b[value].strides[:2], *b["slots"].strides)
+    values = {
+        "cache": "cache", "key": key, "value": value, "slots": "slots", "at": at, "SIZE": size, "D": D, "E": E,
+        "BLOCK_D": power(D), "BLOCK_E": power(E),
+    }  # fmt: skip
+    step(b, write_slots_kernel, (T, G), values, {"num_warps": 1})
+    return b.done()
