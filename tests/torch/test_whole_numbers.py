@@ -64,6 +64,10 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("last_topk", "k"): (lambda n: gs.last_topk(u, n), 3),
     ("sparsek_attention", "k_keep"): (lambda n: gs.sparsek_attention(q, k, v, scores, k_keep=n, window=4), 9),
     ("sparsek_attention", "window"): (lambda n: gs.sparsek_attention(q, k, v, scores, k_keep=9, window=n), 5),
+    ("sparsek_attention", "q_offset"): (
+        lambda n: gs.sparsek_attention(q[:, :, :20], k, v, scores, k_keep=9, q_offset=n), 5),
+    ("explain_sparsek", "q_offset"): (
+        lambda n: gs.explain_sparsek(q[:, :, :20], k, v, scores, k_keep=9, q_offset=n), 5),
     ("explain_sparsek", "k_keep"): (lambda n: gs.explain_sparsek(q, k, v, scores, k_keep=n, window=4), 9),
     ("explain_sparsek", "window"): (lambda n: gs.explain_sparsek(q, k, v, scores, k_keep=9, window=n), 5),
     ("topk_blocks", "block_size"): (lambda n: chosen(block_size=n), 64),
