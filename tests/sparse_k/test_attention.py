@@ -39,11 +39,11 @@ def with_lse(*x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_call_is_its_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With lists in every chunk, in some, or in none."""
+    """With lists in every chunk, in some, or in none; behind a prefix, and with keys that are not there."""
     draw = random.Random(seed)
-    for _ in range(9):
+    for at in range(18):
         monkeypatch.setattr(chunks, "HARDLY_LONGER", draw.choice([0, 1, 2, 100]))
-        given, options = inputs(draw)
+        given, options = inputs(draw, prefix=at % 2 == 1)
         q, _, v, _ = given
         dout, dlse = torch.randn(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.randn(q.shape[:3], dtype=q.dtype)
         found = results(with_lse, given, options, dout, dlse)
@@ -132,6 +132,84 @@ def test_nan_shows_from_its_step_on() -> None:
     assert out[:, :30].isfinite().all() and out[:, 30:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_behind_a_prefix_are_those_of_the_whole(seed: int, dtype: torch.dtype) -> None:
+    """Rows do not depend on which others there are: of infinite scores too, in pieces of any length."""
+    draw = random.Random(seed)
+    for _ in range(12):
+        given, options = inputs(draw, torch.float64 if dtype == torch.float64 else torch.float32)
+        *qkv, u = given
+        u = torch.where(torch.rand_like(u) < draw.choice([0.0, 0.1, 0.3]), torch.inf, u)
+        q, k, v = (x.to(dtype) for x in qkv)
+        out, lse = with_lse(q, k, v, u, **options)
+        N, at = u.shape[2], 0
+        while at < N:
+            end = draw.randint(at + 1, N)
+            rows, row_lse = with_lse(q[:, :, at:end], k, v, u, q_offset=at, **options)
+            limit = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps, "equal_nan": True}
+            assert torch.allclose(rows, out[:, :, at:end], **limit), (options, at, end)
+            assert torch.allclose(row_lse, lse[:, :, at:end], rtol=1e-5, atol=1e-5, equal_nan=True)
+            if options.get("causal"):  # later keys are not there yet, and the default is the end
+                k_, v_, u_ = (x[:, :, :end] for x in (k, v, u))
+                shorter, _ = with_lse(q[:, :, at:end], k_, v_, u_, **options | {"k_keep": min(options["k_keep"], end)})
+                assert torch.allclose(shorter, rows, **limit), (options, at, end)
+            at = end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_thresholds_of_a_chunk_are_those_of_the_whole(dtype: torch.dtype) -> None:
+    """From the scores that live at the end of its prefix, in any order, and its threshold: the same bits.
+
+    Where no gate is inside (0, 1) the threshold is a score that does not live.
+    """
+    torch.manual_seed(1)
+    for N, k, spread in ((3000, 100, 1.0), (900, 30, 0.01), (900, 30, 100.0), (300, 400, 1.0), (500, 7, 0.0)):
+        u = spread * torch.randn(2, N, dtype=dtype)
+        tau, last = gs.sparsek_causal(u, k)
+        for P in (1, N // 3, N - 1):
+            for row in range(2):
+                alive = u[row, :P][last[row, :P] >= P - 1]
+                alive = alive[torch.randperm(len(alive))]
+                found = gs.sparsek_causal(torch.cat([alive, u[row, P:]]), k).tau[len(alive) :]
+                assert torch.equal(torch.maximum(found, tau[row, P - 1]), tau[row, P:]), (N, k, spread, P)
+
+
+def test_keys_that_are_not_there_are_never_read() -> None:
+    """Results are those of each sequence without them; a query that attends nothing gives 0."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, 40, 8) for heads in (4, 2, 2))
+    u, lengths = torch.randn(3, 2, 40), [40, 17, 0]
+    options = {"k_keep": 5, "window": 4}
+    bad = [x.clone() for x in (k, v, u)]
+    for b, length in enumerate(lengths):
+        for x in bad:
+            x[b, :, length:] = torch.nan
+    out, lse = with_lse(q, *bad, key_lengths=lengths, **options)
+    for form in (torch.tensor(lengths), torch.tensor(lengths).to(torch.uint8), torch.tensor([99, 17, -5])):
+        assert torch.equal(gs.sparsek_attention(q, *bad, key_lengths=form, **options), out)
+    for b, n in enumerate(lengths[:2]):
+        alone = gs.sparsek_attention(*(x[b, :, :n] for x in (q, k, v, u)), **options)
+        assert torch.allclose(out[b, :, :n], alone, atol=1e-6)
+        last = gs.sparsek_attention(q[b, :, n - 1 : n], *(x[b, :, :n] for x in (k, v, u)), **options)
+        assert torch.allclose(out[b, :, n - 1 : n], last, atol=1e-6)
+    assert not out[2].any() and (lse[2] == -torch.inf).all()
+
+
+def test_queries_that_attend_nothing_may_hold_anything() -> None:
+    """In both directions, their cotangents too."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 20, 4) for _ in range(3))
+    u, dout, dlse = torch.randn(2, 2, 20), torch.randn(2, 2, 20, 4), torch.randn(2, 2, 20)
+    for x in (q, dout, dlse):
+        x[1] = torch.nan
+    for gate in ("v", "kv", "logit", None):
+        options = {"k_keep": 3, "window": 2, "gate": gate, "key_lengths": [20, 0], "straight_through": gate is None}
+        out, lse, *gradients = results(with_lse, [q, k, v, u], options, dout, dlse)
+        assert out.isfinite().all() and not out[1].any() and (lse[1] == -torch.inf).all()
+        assert all(g.isfinite().all() and g[0].any() and not g[1].any() for g in gradients)
+
+
 def test_dimensions_types_and_autocast() -> None:
     q, k, v = (torch.randn(3, 40, 4) for _ in range(3))
     u = torch.randn(3, 40, dtype=torch.float64)
@@ -171,13 +249,14 @@ def test_memory_is_linear_and_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -
     assert largest.elements < N * N / 20
 
 
+@pytest.mark.parametrize("more", [{}, {"q_offset": 7}, {"key_lengths": torch.tensor([31])}], ids=str)
 @pytest.mark.parametrize("gate", ["v", None])
-def test_compiled(gate: str | None) -> None:
+def test_compiled(gate: str | None, more: dict[str, Any]) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
-        return gs.sparsek_attention(q, k, v, u, k_keep=9, window=4, gate=gate)
+        return gs.sparsek_attention(q, k, v, u, k_keep=9, window=4, gate=gate, **more)
 
     torch._dynamo.reset()
-    x = [torch.randn(1, 2, 50, 4, requires_grad=True) for _ in range(3)]
+    x = [torch.randn(1, 2, N, 4, requires_grad=True) for N in (40, 50, 50)]
     u = torch.randn(1, 2, 50, requires_grad=True)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     plain, found = (
@@ -215,8 +294,14 @@ def test_what_is_refused() -> None:
     for wrong in (u.bfloat16(), u[..., :-1], u[0], None, u[:, :, None].expand(1, 2, 3, 20)):
         with pytest.raises(ValueError, match="u must be scores of keys"):
             gs.sparsek_attention(q, k, v, wrong, k_keep=3)
-    with pytest.raises(ValueError, match="as many positions as q"):
-        gs.sparsek_attention(q[:, :, :10], k, v, u, k_keep=3)
+    with pytest.raises(ValueError, match="at least as many positions as q, Q=20"):
+        gs.sparsek_attention(q, k[:, :, :10], v[:, :, :10], u[..., :10], k_keep=3)
+    for wrong in (-1, 6, 2.0, True, "0", torch.tensor([0, 0])):
+        with pytest.raises(ValueError, match=r"q_offset must be an integer in \[0, K - Q\] = \[0, 5\]"):
+            gs.sparsek_attention(q[:, :, :15], k, v, u, k_keep=3, q_offset=wrong)
+    for wrong in ([20, 20], [2.0], 20, torch.ones(1), torch.ones(2, dtype=torch.int64), torch.ones(1, 1).long()):
+        with pytest.raises(ValueError, match="key_lengths"):
+            gs.sparsek_attention(q, k, v, u, k_keep=3, key_lengths=wrong)
     out = gs.sparsek_attention(q, k, v, u, k_keep=3)
     with pytest.raises(Unsupported, match="no second derivative"):
         torch.autograd.grad(out.sum(), q, create_graph=True)

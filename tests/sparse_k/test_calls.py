@@ -87,15 +87,15 @@ def test_known_calls_are_the_definition_of_their_numbers(seed: int) -> None:
 
 def test_a_key_is_told_by_all_that_matters() -> None:
     q, k, v, u = given()
-    options = 5, 3, "topk", "v", True, None, False, False
+    options = 5, 3, "topk", "v", True, None, None, False, False
     key = calls.key_of((q, k, v, u), options)
     others = [
         ((q[:, :2], k, v, u), options), ((q.transpose(1, 2).contiguous().transpose(1, 2), k, v, u), options),
         ((q.double(), k.double(), v.double(), u), options), ((q, k, v, u.double()), options),
         ((q, k, v, u.clone().requires_grad_()), options), ((q, k, v, torch.zeros(81)[1:].view(1, 2, 40)), options),
         *(((q, k, v, u), (*options[:at], x, *options[at + 1 :])) for at, x in
-          [(0, 6), (0, 5.0), (1, 4), (1, True), (2, "support"), (3, None), (4, False), (4, 1), (5, 1.0), (6, True),
-           (6, 0), (7, True)]),
+          [(0, 6), (0, 5.0), (1, 4), (1, True), (2, "support"), (3, None), (4, False), (4, 1), (5, 1.0), (6, 0), (6, 1),
+           (7, True), (7, 0), (8, True)]),
     ]  # fmt: skip
     assert key == calls.key_of((q.clone(), k.clone(), v.clone(), u.clone()), options)
     assert len({key, *(calls.key_of(*other) for other in others)}) == len(others) + 1
@@ -112,7 +112,9 @@ def test_a_key_is_told_by_all_that_matters() -> None:
         ({"gate": "kv", "straight_through": True}, "straight_through must be False"),
         ({"u": torch.zeros(1, 3, 40)}, "u must be scores"), ({"u": torch.zeros(1, 2, 40).half()}, "u must be scores"),
         ({"k": torch.zeros(1, 2, 40, 9)}, "head size of q"),
-        ({x: torch.zeros(1, 2, 41, 8) for x in "kv"}, "as many positions"),
+        ({x: torch.zeros(1, 2, 41, 8) for x in "kv"}, "u must be scores"), ({"q_offset": 1}, "q_offset must be"),
+        ({x: torch.zeros(1, 2, 39, 8) for x in "kv"}, "at least as many positions"),
+        ({"key_lengths": [40, 40]}, "key_lengths, a list, must hold B=1 integers"),
         ({"scale": torch.ones(2)}, "scale must be"),
     ],
 )  # fmt: skip

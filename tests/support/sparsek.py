@@ -34,14 +34,19 @@ def kept_by_definition(u: Tensor, k: int, keep: str, causal: bool) -> tuple[Tens
 def attention_by_definition(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, k_keep: int, window: int = 0, keep: str = "topk",
     gate: str | None = "v", causal: bool = True, scale: float | None = None, straight_through: bool = False,
+    q_offset: int | None = None, key_lengths: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of tensors of four dimensions."""
-    N, D = q.shape[2:]
-    kept, m = kept_by_definition(u, k_keep, keep, causal)
-    distance = torch.arange(N)[:, None] - torch.arange(N)
+    (Q, D), N = q.shape[2:], k.shape[2]
+    rows = slice(N - Q if q_offset is None else q_offset, N if q_offset is None else q_offset + Q)
+    there = torch.arange(N) < torch.tensor(key_lengths or [N] * len(q))[:, None, None]
+    k, v = (torch.where(there[..., None], x, 0) for x in (k, v))
+    u = torch.where(there, u, -torch.inf)
+    kept, m = (x[..., rows, :] for x in kept_by_definition(u, k_keep, keep, causal))
+    distance = (torch.arange(N)[:, None] - torch.arange(N))[rows]
     if not causal:
         distance = distance.abs()
-    near, past = (distance >= 0) & (distance <= window), distance > window
+    near, past = (distance >= 0) & (distance <= window) & there[:, :, None], distance > window
     kept = kept & past
     support = past & (m > 0)
     kept, support, m, k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (kept, support, m, k, v))
@@ -54,20 +59,24 @@ def attention_by_definition(
         s = s + gates.log()
     s = s.masked_fill(~attended, -torch.inf)
     lse = s.logsumexp(-1)
-    p = (s - lse[..., None]).exp()
+    of_weights = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # nothing is attended: all weights are 0
+    p = (s - of_weights).exp()
     of_values = gates if gate in ("v", "kv") else torch.ones_like(gates)
     out = (p * of_values) @ v
     if straight_through:
         # Nothing is added but a gradient: of kept keys' gates where values have none, and of gates that are left out.
         zero = torch.where(support, m - m.detach(), 0)
-        weight = (plain - lse[..., None]).exp().detach()
+        weight = (plain - of_weights).exp().detach()
         more = weight * torch.where(kept, zero * (gate is None), zero)
         out = out + more @ v.detach()
     return out, lse
 
 
-def inputs(draw: Any, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[list[Tensor], dict[str, Any]]:
-    """q, k, v, u and the options of a random call, of what a user can pass."""
+def inputs(
+    draw: Any, dtype: torch.dtype = torch.float64, device: str = "cpu", prefix: bool = False
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """q, k, v, u and the options of a random call, of what a user can pass; with `prefix` also fewer queries than keys,
+    and keys that are not there."""
     N = draw.choice([1, 2, 5, 17, 33, 50])
     B, G = draw.choice([1, 2]), draw.choice([1, 2])
     H = G * draw.choice([1, 2, 3])
@@ -98,4 +107,13 @@ def inputs(draw: Any, dtype: torch.dtype = torch.float64, device: str = "cpu") -
         "scale": draw.choice([None, 0.0, -0.7, 3.0]),
         "straight_through": gate in ("v", None) and draw.random() < 0.5,
     }
+    if prefix:
+        Q = draw.choice([0, 1, min(N, 3), N - 1, N])
+        options["q_offset"] = draw.choice([None, 0, N - Q, draw.randint(0, N - Q)])
+        q = q[:, :, :Q]
+    if prefix and draw.random() < 0.4:
+        options["key_lengths"] = lengths = [draw.choice([0, 1, N // 2, N - 1, N]) for _ in range(B)]
+        for b, length in enumerate(lengths):
+            for x in (k[b], v[b], u[b].unsqueeze(-1)):
+                x[:, length:] = torch.nan
     return [q, k, v, u], options

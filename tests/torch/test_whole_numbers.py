@@ -14,6 +14,7 @@ import gossamer as gs
 import gossamer.nn
 from gossamer.layouts import BlockLayout, Walk
 from gossamer.patterns import Pattern
+from gossamer.sparse_k.cache import Entries
 
 KINDS: dict[str, Callable[[int], Any]] = {
     "np.int64": np.int64, "np.int32": np.int32, "np.uint8": np.uint8, "numpy array": np.array, "tensor": torch.tensor,
@@ -21,6 +22,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 torch.manual_seed(0)
 q, k, v = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
 u, scores = torch.randn(2, 40), torch.randn(1, 2, 64)
+entries = Entries(k, v, scores, torch.arange(64).expand(1, 2, 64))
 ids = torch.tensor([0] * 30 + [1] * 34)
 window = gs.SlidingWindow(5, 0)
 blocks = np.tri(4, dtype=bool)
@@ -71,6 +73,10 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("last_topk", "k"): (lambda n: gs.last_topk(u, n), 3),
     ("sparsek_attention", "k_keep"): (lambda n: gs.sparsek_attention(q, k, v, scores, k_keep=n, window=4), 9),
     ("sparsek_attention", "window"): (lambda n: gs.sparsek_attention(q, k, v, scores, k_keep=9, window=n), 5),
+    ("sparsek_attention", "q_offset"): (
+        lambda n: gs.sparsek_attention(q[:, :, :20], k, v, scores, k_keep=9, q_offset=n), 5),
+    ("explain_sparsek", "q_offset"): (
+        lambda n: gs.explain_sparsek(q[:, :, :20], k, v, scores, k_keep=9, q_offset=n), 5),
     ("explain_sparsek", "k_keep"): (lambda n: gs.explain_sparsek(q, k, v, scores, k_keep=n, window=4), 9),
     ("explain_sparsek", "window"): (lambda n: gs.explain_sparsek(q, k, v, scores, k_keep=9, window=n), 5),
     ("topk_pages", "page_size"): (lambda n: pages_chosen(page_size=n), 8),
@@ -137,13 +143,15 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
     ("SparseKAttention", "kv_heads"): (lambda n: gossamer.nn.SparseKAttention(16, 2, n, k_keep=8, window=4), 1),
     ("SparseKAttention", "k_keep"): (lambda n: gossamer.nn.SparseKAttention(16, 2, k_keep=n, window=4), 8),
     ("SparseKAttention", "window"): (lambda n: gossamer.nn.SparseKAttention(16, 2, k_keep=8, window=n), 4),
+    ("SparseKCache", "k_keep"): (lambda n: gossamer.nn.SparseKCache(entries, n, 4).k_keep, 8),
+    ("SparseKCache", "window"): (lambda n: gossamer.nn.SparseKCache(entries, 8, n).window, 4),
     ("SplashAttention", "head_dim"): (lambda n: gossamer.nn.SplashAttention(n), 8),
     ("SplashAttention", "k_keep"): (lambda n: gossamer.nn.SplashAttention(8, k_keep=n), 8),
 }  # fmt: skip
 # What a library calls with numbers of its own; `pattern` is a handle (below), and max_q is not read.
 OWN = {
-    "at", "check", "listed_pairs", "tile_candidates", "cuda", "ipu", "mtia", "xpu", "to_empty", "scores", "position",
-    "room", "up_to", "check_numbers", "held", "over_pages",
+    "at", "check", "listed_pairs", "tile_candidates", "cuda", "ipu", "mtia", "xpu", "to_empty", "scores", "up_to",
+    "check_numbers", "held", "over_pages",
 }  # fmt: skip
 READ_LATER = {("device_layout", "q_offset"), ("explain", "q_offset")}  # a tensor is an offset that the device knows
 UNREAD = {("varlen", "max_q")}

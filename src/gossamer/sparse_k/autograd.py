@@ -10,12 +10,15 @@ from torch import Tensor
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.plan.problem import Unsupported
 from gossamer.sparse_k.launch import implementations as launch
-from gossamer.sparse_k.launch.problem import Gate, Operands, Options
+from gossamer.sparse_k.launch.problem import Operands, Options
 from gossamer.torch.operators import library
 from gossamer.torch.transforms import uncast
 
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor last_gated"
-_OPTIONS = "int window, str? gate, bool causal, float scale, bool straight, int live, bool certain, str? implementation"
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor u, Tensor tau, Tensor last, Tensor last_gated, Tensor? hidden"
+_OPTIONS = (
+    "int window, str? gate, bool causal, float scale, bool straight, int live, bool certain, int offset, "
+    "str? implementation"
+)
 
 library.define(f"sparse_k_forward({_OPERANDS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 library.define(
@@ -24,28 +27,30 @@ library.define(
 )
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, tau: Tensor, last: Tensor, last_gated: Tensor, window: int,
-    gate: Gate | None, causal: bool, scale: float, straight: bool, live: int, certain: bool, implementation: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    if 0 in q.shape:
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    x, o, name = _call(given)
+    if 0 in x.q.shape:
         return empty(x)
-    with uncast(q.device), torch.cuda.device_of(q):
-        return launch.implementation(implementation, x, o).forward(x, o)
+    with uncast(x.q.device), torch.cuda.device_of(x.q):
+        return launch.implementation(name, x, o).forward(x, o)
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
-    tau: Tensor, last: Tensor, last_gated: Tensor, window: int, gate: Gate | None, causal: bool, scale: float,
-    straight: bool, live: int, certain: bool, implementation: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x, o = Operands(q, k, v, u, tau, last, last_gated), Options(window, gate, causal, scale, straight, live, certain)
-    if 0 in q.shape:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), u.new_zeros(u.shape), tau * 0
-    with uncast(q.device), torch.cuda.device_of(q):
-        g = launch.implementation(implementation, x, o).backward(dout, dlse, out, lse, x, o)
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, o, name = _call(given)
+    if 0 in x.q.shape:
+        q, k, v, u, tau = (torch.zeros_like(t) for t in x[:5])
+        return q, k, v, u, tau
+    with uncast(x.q.device), torch.cuda.device_of(x.q):
+        g = launch.implementation(name, x, o).backward(dout, dlse, out, lse, x, o)
     return g.q, g.k, g.v, g.u, g.tau
+
+
+def _call(given: tuple[Any, ...]) -> tuple[Operands, Options, str | None]:
+    """The operands, the options and the implementation of an operator's arguments."""
+    tensors = len(Operands._fields)
+    return Operands(*given[:tensors]), Options(*given[tensors:-1]), given[-1]
 
 
 def empty(x: Operands) -> tuple[Tensor, Tensor]:
@@ -66,9 +71,9 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, u, tau, last, last_gated, *more = inputs
-    ctx.save_for_backward(q, k, v, u, tau, last, last_gated, *output)
-    ctx.more = more
+    tensors = len(Operands._fields)
+    ctx.save_for_backward(*inputs[:tensors], *output)
+    ctx.more = inputs[tensors:]
     ctx.set_materialize_grads(False)
 
 
@@ -78,7 +83,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     *operands, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     gradients = torch.ops.gossamer.sparse_k_backward.default(dout, dlse, out, lse, *operands, *ctx.more)
-    return *gradients, None, None, *(None for _ in ctx.more)
+    return *gradients, None, None, None, *(None for _ in ctx.more)
 
 
 library.impl("sparse_k_forward", _forward, "CompositeExplicitAutograd")

@@ -56,17 +56,19 @@ class Chunk(NamedTuple):
     """Some queries of some units, a unit being a batch element and a head of u: m rows, n columns."""
 
     units: slice
-    rows: slice
+    queries: slice
+    steps: slice  # of these queries
     columns: Columns
     dropped: Tensor  # (units, m, n): 0 where a pair is attended, else so low that it has no weight
     ungated: Tensor | None  # likewise of the pairs whose gates have a gradient, where these are others
     gates: Tensor | None  # (units, m, n) in the type of u: those of the window are 1
     m: Tensor | None  # the same in the type of the scores
+    empty: Tensor | None  # (units, R m, 1) bool: rows without a pair of any weight, where there may be such
 
 
 def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, E) in q's type, and lse (B, H, N) in the type of the scores."""
-    (B, H, N, _), E = x.q.shape, x.v.shape[3]
+    """out (B, H, Q, E) in q's type, and lse (B, H, Q) in the type of the scores."""
+    (B, H, Q, _), E = x.q.shape, x.v.shape[3]
     q, k, v = _units(x, o)
     R, out, lse = q.shape[1], q.new_empty(*q.shape[:3], E), q.new_empty(q.shape[:3])
     for c in _chunks(x, o, with_gates=o.gate is not None):
@@ -77,28 +79,33 @@ def forward(x: Operands, o: Options) -> tuple[Tensor, Tensor]:
         else:
             p = s.softmax(-1)
             row_lse = s.amax(-1) - p.amax(-1).log()
-        lse[c.units, :, c.rows] = row_lse.unflatten(1, (R, -1))
+        if c.empty is not None:
+            p.masked_fill_(c.empty, 0)
+            row_lse = row_lse.masked_fill(c.empty[..., 0], -torch.inf)
+        lse[c.units, :, c.queries] = row_lse.unflatten(1, (R, -1))
         weighted = torch.bmm(_gated(p, c, o, ("v", "kv")), c.columns.of(v[c.units]))
-        out[c.units, :, c.rows] = weighted.unflatten(1, (R, -1))
-    return out.view(B, H, N, E).to(x.q.dtype), lse.view(B, H, N)
+        out[c.units, :, c.queries] = weighted.unflatten(1, (R, -1))
+    return out.view(B, H, Q, E).to(x.q.dtype), lse.view(B, H, Q)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Operands, o: Options) -> SparseKGradients:
     """The gradients, each in the type of its operand."""
     q, k, v = _units(x, o)
-    units, R, N, _ = q.shape
-    dout = dout.to(q.dtype).reshape(units, R, N, -1)
+    units, R, Q, _ = q.shape
+    dout = dout.to(q.dtype).reshape(units, R, Q, -1)
     delta = (dout * out.to(q.dtype).view(dout.shape)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.view(delta.shape)
     lse = lse.view(delta.shape)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    du, dtau = (x.u.new_zeros(units, N) for _ in range(2))
+    du, dtau = (x.u.new_zeros(units, x.u.shape[2]) for _ in range(2))
     for c in _chunks(x, o, with_gates=o.gate is not None or o.straight):
         rows, keys, douts = _rows(q, c), c.columns.of(k[c.units]), _rows(dout, c)
         s, plain = _scores(rows, keys, c, o)
         row_lse = _rows(lse[..., None], c)
         p = s.sub_(row_lse).exp_() if s.dtype == torch.float64 else s.softmax(-1)
+        if c.empty is not None:
+            p.masked_fill_(c.empty, 0)
         dp = torch.bmm(douts, c.columns.of(v[c.units]).mT)
         dm = None
         if plain is not None and c.ungated is not None:
@@ -115,9 +122,9 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, x: Ope
             # Inside (0, 1), and 0 elsewhere, whatever is there.
             dm = torch.ops.aten.hardtanh_backward(dm.unflatten(1, (R, -1)).sum(1).to(du.dtype), c.gates, 0.0, 1.0)
             c.columns.add(dm.sum(1), du[c.units])
-            dtau[c.units, c.rows] = -dm.sum(2)
+            dtau[c.units, c.steps] = -dm.sum(2)
         ds = _gated(ds, c, o, ("kv",))
-        dq[c.units, :, c.rows] = torch.bmm(ds, keys).unflatten(1, (R, -1))
+        dq[c.units, :, c.queries] = torch.bmm(ds, keys).unflatten(1, (R, -1))
         c.columns.add(torch.bmm(ds.mT, rows), dk[c.units])
         c.columns.add(torch.bmm(_gated(p, c, o, ("v", "kv")).mT, douts), dv[c.units])
     dk, dv = (_sum_units(of, t) for of, t in ((dk, x.k), (dv, x.v)))
@@ -132,8 +139,8 @@ def queries_of(o: Options) -> int:
 
 def memory(x: Operands, o: Options) -> Memory:
     """The bytes of five times the scores of a chunk, and of its keys and values; supports have their expected size."""
-    (B, H, N, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
-    queries, U = min(queries_of(o), N), x.u.shape[1]
+    (B, H, Q, D), E, size = x.q.shape, x.v.shape[3], compute_dtype(x.q.dtype).itemsize
+    (_, U, N), queries = x.u.shape, min(queries_of(o), Q)
     columns = min(N, HARDLY_LONGER * (min(o.window, N) * (1 if o.causal else 2) + queries + o.live))
     of_unit = H // max(1, U) * queries * columns
     most = min(MOST, MOST_IN_CACHE) if x.q.device.type == "cpu" else MOST
@@ -142,11 +149,11 @@ def memory(x: Operands, o: Options) -> Memory:
 
 
 def _units(x: Operands, o: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """q (units, R, N, D) times the scale, k (units, N, D) and v (units, N, E) in the type of the scores."""
+    """q (units, R, Q, D) times the scale, k (units, N, D) and v (units, N, E) in the type of the scores."""
     U, G, wide = x.u.shape[1], x.k.shape[1], compute_dtype(x.q.dtype)
     q = (x.q.to(wide) * o.scale).unflatten(1, (U, -1)).flatten(0, 1)
-    k, v = (t.to(wide).repeat_interleave(U // G, 1).flatten(0, 1) for t in (x.k, x.v))
-    return q, k, v
+    k, v = (t.to(wide) if U == G else t.to(wide).repeat_interleave(U // G, 1) for t in (x.k, x.v))
+    return q, k.flatten(0, 1), v.flatten(0, 1)
 
 
 def _sum_units(gradients: Tensor, like: Tensor) -> Tensor:
@@ -164,9 +171,10 @@ def _chunks(x: Operands, o: Options, with_gates: bool) -> Iterator[Chunk]:
     place = torch.arange(N, device=u.device)
     most = min(MOST, MOST_IN_CACHE) if u.device.type == "cpu" else MOST
     # The queries [begin, end] attend a key: those of its window, and those that keep it.
-    begin, end = _queries(last, place, o)
-    gated = _queries(last_gated, place, o) if o.straight else None
-    for rows, columns in _columns(last_gated, place, o):
+    hidden = None if x.hidden is None else x.hidden.flatten(0, 1)
+    begin, end = _queries(last, hidden, place, o)
+    gated = _queries(last_gated, hidden, place, o) if o.straight else None
+    for rows, columns in _columns(last_gated, x.q.shape[2], place, o):
         row = place[: rows.stop - rows.start].to(wide)[:, None]
         n = columns.run.stop - columns.run.start + (0 if columns.listed is None else columns.listed.shape[1])
         open_pairs = _window(place[columns.run] - rows.start, row, o) if with_gates else None
@@ -182,15 +190,25 @@ def _chunks(x: Operands, o: Options, with_gates: bool) -> Iterator[Chunk]:
                 of_run = gates[..., : open_pairs.shape[1]]
                 torch.maximum(of_run, open_pairs.to(gates.dtype), out=of_run)
                 m = gates.to(wide)
-            yield Chunk(of, rows, here, dropped, ungated, gates, m)
+            queries = slice(rows.start - o.offset, rows.stop - o.offset)
+            empty = None if hidden is None else _empty(dropped, m, o).repeat(1, R, 1)
+            yield Chunk(of, queries, rows, here, dropped, ungated, gates, m, empty)
 
 
-def _queries(last: Tensor, place: Tensor, o: Options) -> tuple[Tensor, Tensor]:
-    """The first and the last query that attends each key, by its window or since it is kept until `last`."""
+def _queries(last: Tensor, hidden: Tensor | None, place: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    """The first and the last step that attends each key, by its window or since it is kept until `last`."""
     if o.causal:
-        return place.expand_as(last), torch.maximum(last, place + o.window)
-    kept, N = last >= 0, len(place)
-    return torch.where(kept, 0, place - o.window), torch.where(kept, N, place + o.window)
+        begin, end = place.expand_as(last), torch.maximum(last, place + o.window)
+    else:
+        kept, N = last >= 0, len(place)
+        begin, end = torch.where(kept, 0, place - o.window), torch.where(kept, N, place + o.window)
+    return begin, end if hidden is None else end.masked_fill(hidden, -1)
+
+
+def _empty(dropped: Tensor, m: Tensor | None, o: Options) -> Tensor:
+    """(units, m, 1): the rows that attend nothing, or under a gate of 0 alone."""
+    term = dropped if m is None or o.gate != "logit" else dropped + m.log()
+    return term.amax(-1, keepdim=True) < torch.finfo(dropped.dtype).min / 2
 
 
 def _window(keys: Tensor, row: Tensor, o: Options) -> Tensor:
@@ -220,16 +238,16 @@ def _dropped(begin: Tensor, end: Tensor, columns: Columns, rows: slice, row: Ten
     return after.clamp_(min=0).mul_(lowest)
 
 
-def _columns(last_gated: Tensor, place: Tensor, o: Options) -> Iterator[tuple[slice, Columns]]:
-    """(queries, columns) of each chunk; lists hold the keys that live at its first query, ascending."""
+def _columns(last_gated: Tensor, Q: int, place: Tensor, o: Options) -> Iterator[tuple[slice, Columns]]:
+    """(steps, columns) of each chunk of Q queries; lists hold the keys that live at its first one, ascending."""
     units, N = last_gated.shape
     queries = queries_of(o)
     most = o.live if o.certain else None
     live, seen = place.new_empty(units, 0), 0
     if not o.causal:
         live = _compact(place.expand(units, -1), last_gated >= 0, most)
-    for start in range(0, N, queries):
-        rows = slice(start, min(start + queries, N))
+    for start in range(o.offset, o.offset + Q, queries):
+        rows = slice(start, min(start + queries, o.offset + Q))
         run = slice(max(start - o.window, 0), rows.stop if o.causal else min(rows.stop + o.window, N))
         whole = rows.stop if o.causal else N
         if whole <= HARDLY_LONGER * (run.stop - run.start + min(o.live, whole)):
@@ -252,8 +270,9 @@ def _compact(keys: Tensor, there: Tensor, most: int | None) -> Tensor:
 
 
 def _rows(x: Tensor, c: Chunk) -> Tensor:
-    """(units, R m, size) of x (units, R, N, size)."""
-    return x[c.units, :, c.rows].flatten(1, 2)
+    """(units, R m, size) of x (units, R, Q, size); 0 in rows that are empty, where x may be anything."""
+    rows = x[c.units, :, c.queries].flatten(1, 2)
+    return rows if c.empty is None else rows.masked_fill(c.empty, 0)
 
 
 def _scores(rows: Tensor, keys: Tensor, c: Chunk, o: Options) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from gossamer.sparse_k.launch.implementations import implementations
 from gossamer.sparse_k.launch.problem import Gate, Operands, Options
 from gossamer.sparse_k.operator import has_kernels
 from gossamer.sparse_k.selection import Keep, Selection
+from gossamer.torch.arguments import Lengths
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def explain_sparsek(
     gate: Gate | None = "v",
     causal: bool = True,
     scale: float | Tensor | None = None,
+    q_offset: int | None = None,
+    key_lengths: Lengths | None = None,
     straight_through: bool = False,
     return_lse: bool = False,
 ) -> SparseKExplanation:
@@ -83,14 +86,17 @@ def explain_sparsek(
         >>> plan.reasons["triton"]
         ['needs a GPU, not cpu']
     """
-    call = check_call(q, k, v, u, k_keep, window, keep, gate, causal, scale, straight_through, return_lse)
+    call = check_call(
+        q, k, v, u, k_keep, window, keep, gate, causal, scale, q_offset, key_lengths, straight_through, return_lse
+    )
     q, k, v, u = call.q, call.k, call.v, call.u
-    (B, H, N, D), G, E, U = q.shape, k.shape[1], v.shape[3], u.shape[1]
-    how = Selection(call.k_keep, keep, causal, straight_through, N)
+    (B, H, Q, D), G, E, (_, U, K) = q.shape, k.shape[1], v.shape[3], u.shape
+    how = Selection(call.k_keep, keep, causal, straight_through, K)
     scores = u.detach().to(type_of_scores(q, u))
     steps = torch.empty(u.shape, dtype=torch.int32, device="meta")
-    options = Options(call.window, gate, causal, call.scale, straight_through, how.room, how.certain)
-    operands = Operands(q, k, v, scores, scores, steps, steps)
+    options = Options(call.window, gate, causal, call.scale, straight_through, how.room, how.certain, call.q_offset)
+    hidden = None if call.key_lengths is None else steps.bool()
+    operands = Operands(q, k, v, scores, scores, steps, steps, hidden)
     reasons = {}
     for one in implementations():
         if not (why := one.reasons(operands, options)):
@@ -106,16 +112,20 @@ def explain_sparsek(
     if straight_through:
         gradient = "; straight-through gradient of u, over all keys of m > 0"
     return SparseKExplanation(
-        problem=f"B={B} H={H} G={G} heads of u {U} N={N} D={D} E={E} {dtype_of(q)} {q.device}",
+        problem=f"B={B} H={H} G={G} heads of u {U} {_sizes(Q, K, call.q_offset)} D={D} E={E} {dtype_of(q)} {q.device}",
         kept=f"the query, {call.window} keys {sides} it; of the others those of {largest}",
         gated=gated[gate] + gradient,
         implementation=f"{one.name}: {one.description}",
         reasons=reasons,
         thresholds=_thresholds(u, causal),
-        pairs=min(N, _window_keys(call.window, causal) + how.room),
+        pairs=min(K, _window_keys(call.window, causal) + how.room),
         lists_bytes=memory.lists,
         sums_bytes=memory.sums,
     )
+
+
+def _sizes(Q: int, K: int, q_offset: int) -> str:
+    return f"N={K}" if Q == K else f"Q={Q} K={K} q_offset={q_offset}"
 
 
 def _window_keys(window: int, causal: bool) -> int:

@@ -21,7 +21,7 @@ def attention_forward(
 
     Args:
         q: (B, H, Q, D), (H, Q, D) or (Q, D).
-        k: (B, G, K, D) and so on, H a multiple of G. With scores K is Q.
+        k: (B, G, K, D) and so on, H a multiple of G. With scores K is at least Q.
         v: (B, G, K, E) and so on.
         causal: query r sees the keys up to r + K - Q; else all of them.
         k_keep: how many keys each query keeps, with scores.

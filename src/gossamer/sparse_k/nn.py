@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from gossamer.checks import integer
 from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.sparse_k.attention import sparsek_attention
-from gossamer.sparse_k.cache import SparseKCache, add, empty
-from gossamer.sparse_k.launch.problem import Gate
-from gossamer.torch.arguments import describe
+from gossamer.sparse_k.autograd import sparse_k_forward
+from gossamer.sparse_k.cache import Entries, SparseKCache
+from gossamer.sparse_k.launch.problem import Gate, Options
+from gossamer.torch.arguments import INTEGERS, Lengths, describe
+from gossamer.torch.arguments import lengths as as_tensor
 from gossamer.torch.transforms import uncast
 
 GATES = ("v", "kv", "logit", None)
@@ -44,11 +46,11 @@ class SparseKAttention(nn.Module):
         >>> layer = gs.nn.SparseKAttention(dim=32, heads=4, kv_heads=2, k_keep=8, window=4).double()
         >>> x = torch.randn(2, 50, 32, dtype=torch.float64)
         >>> y = layer(x)
-        >>> cache = None
-        >>> for t in range(50):
-        ...     y_t, cache = layer.step(x[:, t], cache)
-        >>> torch.allclose(y_t, y[:, -1]), cache.kept.k.shape
-        (True, torch.Size([2, 2, 8, 8]))
+        >>> with torch.no_grad():
+        ...     y_prompt, cache = layer.prefill(x[:, :49])
+        ...     y_t, cache = layer.step(x[:, 49], cache)
+        >>> torch.allclose(y_prompt, y[:, :49]), torch.allclose(y_t, y[:, -1])
+        (True, True)
     """
 
     def __init__(
@@ -83,13 +85,15 @@ class SparseKAttention(nn.Module):
             f"gate={self.gate!r}"
         )
 
-    def scores(self, x: Tensor, start: int = 0) -> Tensor:
-        """The scores of keys (B, G, N) of x (B, N, dim), the first of which is at position `start`."""
+    def scores(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        """The scores of keys (B, G, N) of x (B, N, dim), the first of which is at position start (B,), or 0."""
         with uncast(x.device):
             wide = compute_dtype(x.dtype)
             u = F.linear(x.to(wide), self.score.weight.to(wide)).transpose(1, 2)
-            t = torch.arange(start, start + x.shape[1], device=x.device).to(wide)
-            return u + self.slope.to(wide)[:, None] * (t / SPAN)
+            t = torch.arange(x.shape[1], device=x.device)
+            if start is not None:
+                t = t + start[:, None, None]
+            return u + self.slope.to(wide)[:, None] * (t.to(wide) / SPAN)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, dim) of x (B, N, dim)."""
@@ -100,50 +104,70 @@ class SparseKAttention(nn.Module):
         )  # fmt: skip
         return self.out(out.transpose(1, 2).flatten(2))
 
+    def prefill(
+        self, x: Tensor, cache: SparseKCache | None = None, lengths: Lengths | None = None
+    ) -> tuple[Tensor, SparseKCache]:
+        """The results of the next tokens, equal to those of `forward` over all tokens so far but for rounding.
+
+        Args:
+            x: (B, m, dim), any number of tokens: a prompt, or a part of one.
+            cache: of the tokens before, of the same batch; None at the first. Its memory is written.
+            lengths: (B,) integers, a tensor or a list: x is padded, and sequence b has lengths[b] tokens of it, the
+                first ones. None: all of them. With lengths the cache is copied once in a call.
+
+        Returns:
+            (B, m, dim), 0 at padding, and the cache with these tokens. It has the keys and values of the window and of
+            `k_keep` keys, and up to a quarter of these (or 64) besides, however many tokens there were.
+
+        Raises:
+            ValueError: an argument is none of these, or the cache is of another layer, batch, type or device.
+        """
+        x = self._checked(x, 3)
+        q, k, v = self._project(x)
+        B, m = x.shape[:2]
+        counts = _counts(lengths, q)
+        start = torch.zeros(B, dtype=torch.int64, device=x.device) if cache is None else cache.lengths
+        if cache is not None:
+            self._check_cache(cache, k)
+        at = start[:, None, None] + torch.arange(m, device=x.device)
+        tokens = Entries(k, v, self.scores(x, start), at.expand(B, self.kv_heads, m))
+        if cache is None:
+            cache = SparseKCache(tokens, self.k_keep, self.window)
+        if not m:
+            return self.out(q.transpose(1, 2).flatten(2)), cache
+        call = cache.add(q, tokens, counts)
+        n = call.u.shape[2]
+        options = Options(
+            min(self.window, n), self.gate, True, q.shape[3] ** -0.5, False, min(self.k_keep, n), True, n - m
+        )
+        out = sparse_k_forward(*call, *options, None)[0].transpose(1, 2).flatten(2)
+        if counts is None:
+            return self.out(out), cache
+        place = torch.arange(m, device=x.device)
+        own = (place + m - counts[:, None]).clamp(max=m - 1)[..., None].expand(out.shape)
+        return self.out(out.gather(1, own)).masked_fill((place >= counts[:, None])[..., None], 0), cache
+
     def step(self, x_t: Tensor, cache: SparseKCache | None = None) -> tuple[Tensor, SparseKCache]:
-        """The result of the next token, equal to `forward` over all tokens so far but for rounding.
+        """The result of the next token: `prefill` of one.
 
         Args:
             x_t: (B, dim).
-            cache: of the tokens before, of the same batch; None at the first.
+            cache: of the tokens before, of the same batch; None at the first. Its memory is written.
 
         Returns:
-            (B, dim), and the cache with this token. Its keys and values are window + 1 and k_keep in number, however
-            many tokens there were; beside them are the scores of live keys, one number each.
+            (B, dim), and the cache with this token.
         """
-        x = self._checked(x_t, 2)[:, None]
-        q, k, v = self._project(x)
-        k, v, u = k[:, :, 0], v[:, :, 0], self.scores(x, 0 if cache is None else cache.position)[..., 0]
-        if cache is None:
-            cache = empty(k, v, u, self.k_keep, self.window)
-        elif (cache.tau.shape, cache.near_k.shape[2], cache.kept.u.shape[2]) != (u.shape, self.window + 1, self.k_keep):
-            raise ValueError(
-                f"cache must be of this layer and of a batch of {len(x)}; it is of a batch of {len(cache.tau)} with "
-                f"a window of {cache.near_k.shape[2] - 1} and {cache.kept.u.shape[2]} keys kept"
-            )
-        cache = add(cache, k, v, u, self.k_keep)
-        out = self._attend(q[:, :, 0], cache)
-        return self.out(out.to(q.dtype).flatten(1)), cache
+        y, cache = self.prefill(self._checked(x_t, 2)[:, None], cache)
+        return y[:, 0], cache
 
-    def _attend(self, q: Tensor, cache: SparseKCache) -> Tensor:
-        """(B, H, E) of q (B, H, D) at the last token of a cache."""
-        t, kept, wide = cache.position - 1, cache.kept, compute_dtype(q.dtype)
-        with uncast(q.device):
-            slots = torch.arange(self.window + 1, device=q.device)
-            seen = t - (t - slots) % (self.window + 1) >= 0
-            past = (kept.at >= 0) & (kept.at < t - self.window)
-            m = torch.where(past, (kept.u - cache.tau[..., None]).clamp(0, 1), 1)
-            m = torch.cat([torch.ones_like(m[..., :1]).expand(*m.shape[:2], len(slots)), m], 2)[:, :, None].to(wide)
-            attended = torch.cat([seen.expand(*past.shape[:2], -1), past], 2)[:, :, None]
-            k = torch.cat([cache.near_k, kept.k], 2).to(wide)
-            v = torch.cat([cache.near_v, kept.v], 2).to(wide)
-            s = (q.to(wide).unflatten(1, (self.kv_heads, -1)) * q.shape[-1] ** -0.5) @ k.mT
-            if self.gate == "kv":
-                s = s * m
-            elif self.gate == "logit":
-                s = s + m.log()
-            p = s.masked_fill(~attended, -torch.inf).softmax(-1)
-            return ((p * m if self.gate in ("v", "kv") else p) @ v).flatten(1, 2)
+    def _check_cache(self, cache: SparseKCache, k: Tensor) -> None:
+        held = cache.entries.k
+        own = (self.window, self.k_keep, *k.shape[:2], k.shape[3], k.dtype, k.device)
+        if own != (cache.window, cache.k_keep, *held.shape[:2], held.shape[3], held.dtype, held.device):
+            raise ValueError(
+                f"cache must be of this layer and of a batch of {len(k)}; it is of a batch of {len(held)} with a "
+                f"window of {cache.window} and {cache.k_keep} keys kept, {describe(held)}"
+            )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k and v (B, G, N, D)."""
@@ -156,3 +180,16 @@ class SparseKAttention(nn.Module):
             shape = "(B, N, dim)" if dims == 3 else "(B, dim)"
             raise ValueError(f"x must be a tensor {shape} with dim={self.dim}; got {describe(x)}")
         return x
+
+
+def _counts(lengths: Lengths | None, q: Tensor) -> Tensor | None:
+    """The number of tokens of each sequence, (B,) in [0, m] of q (B, H, m, D); None: all."""
+    counts = as_tensor(lengths, q, "lengths")
+    if counts is None:
+        return None
+    right = isinstance(counts, Tensor) and counts.shape == q.shape[:1] and counts.dtype in INTEGERS
+    if not right or counts.device != q.device:
+        raise ValueError(
+            f"lengths must be (B,) = ({len(q)},) integers on {q.device}, a list of them or None; got {describe(counts)}"
+        )
+    return counts.long().clamp(0, q.shape[2])

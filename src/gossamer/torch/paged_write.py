@@ -49,11 +49,12 @@ def _check(cache: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} must be of the cache's dtype, {cache.dtype}; got {describe(x)}")
 
 
-def _bound(*tensors: Tensor) -> Any:
+def _bound(cache: Tensor, *more: Tensor) -> Any:
     """The function of the kernel's launch."""
     from gossamer.kernels.triton.paged.write_slots import write
 
-    return bind(write(dict(zip(NAMES, map(operand_of, tensors), strict=True))), tensors[0].device, NAMES)
+    operands = dict(zip(NAMES, map(operand_of, (cache, *more)), strict=True))
+    return bind(write(operands), cache.device, NAMES)
 
 
 def _by_operations(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

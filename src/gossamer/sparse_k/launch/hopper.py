@@ -35,6 +35,10 @@ def reasons(x: Operands, o: Options) -> list[str]:
         refusals.append(f"head sizes are multiples of {STEP} up to {max(SIZES)}")
     if not o.causal:
         refusals.append("is causal")
+    if x.q.shape[2] != x.u.shape[2]:
+        refusals.append("has a query of every key: no prefix")
+    if x.hidden is not None:
+        refusals.append("takes no key_lengths")
     if o.gate not in ("v", None):
         refusals.append(f"has no gate {o.gate!r}")
     if o.scale <= 0:

@@ -65,6 +65,10 @@ def reasons(x: Operands, o: Options) -> list[str]:
         refusals.append(f"head sizes are up to {MOST_HEAD}")
     if not o.causal:
         refusals.append("is causal")
+    if x.q.shape[2] != x.u.shape[2]:
+        refusals.append("has a query of every key: no prefix")
+    if x.hidden is not None:
+        refusals.append("takes no key_lengths")
     return refusals
 
 
