@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Any  # a tensor; None where values lie behind keys: see `call_by_table`
     cu_seq_q: Tensor
     block_table: Tensor
     seqused_k: Tensor
@@ -142,9 +142,14 @@ class Found(NamedTuple):
 
 def call_by_table(
     q: Any, k: Any, v: Any, packed: PackedSequences, o: AttentionOptions, out: Tensor | None = None,
-    key: Key | None = None, alive: Any = None,
+    key: Key | None = None, alive: Any = None, together: bool = False,
 ) -> Found | None:  # fmt: skip
-    """What `by_table` runs, without running it."""
+    """What `by_table` runs, without running it.
+
+    Args:
+        together: v lies behind k in the rows of a cache, of a last stride of 1: the call is given that cache as k, and
+            no v. Then the key says so.
+    """
     if not _reads_table(q, packed, o):
         return None
     if not o.q_offset is o.key_starts is o.key_lengths is o.alibi_slopes is o.alibi_distance is None:
@@ -160,7 +165,7 @@ def call_by_table(
         call: ByTable | None = known.get(key)
         if call is not None:
             return Found(call, given)
-    run = _bound(given, packed, o)
+    run = _bound(given, packed, o, together)
     return None if run is None else Found(known.put(key, ByTable(run, alive)), given)
 
 
@@ -188,7 +193,7 @@ def problem_over_pages(given: Given, packed: PackedSequences, o: AttentionOption
         return None
 
 
-def _bound(given: Given, packed: PackedSequences, o: AttentionOptions) -> Any:
+def _bound(given: Given, packed: PackedSequences, o: AttentionOptions, together: bool) -> Any:
     """The function of a launch of the tensors; None where the call goes the usual way."""
     from gossamer.kernels.reaches import Reaching
     from gossamer.kernels.triton.paged.launch_paged import MOST_ROWS, PagedCall, forward
@@ -209,6 +214,9 @@ def _bound(given: Given, packed: PackedSequences, o: AttentionOptions) -> Any:
     operands = {name: operand_of(x) for name, x in zip(NAMES, given, strict=True) if x is not None}
     device = given.q.device
     names = NAMES if given.out is not None else WITHOUT_OUT
+    if together:  # the launch has a view by that name
+        del operands["v"]
+        names = tuple("none" if name == "v" else name for name in names)
     return bind(outlasting(device, lambda: forward(problem, call, scoring, operands)), device, names)
 
 

@@ -20,7 +20,6 @@ from gossamer.torch.calls import known
 from gossamer.torch.decoding import WIDEST
 from gossamer.torch.device_layout import device_layout
 from gossamer.torch.key import alignment
-from gossamer.torch.memory import part_at
 from gossamer.torch.paged_kernel import FEW, ByTable, Given, call_by_table, key_by_table
 from gossamer.torch.paged_write import write_pages
 from gossamer.torch.structure import PackedSequences, Pages
@@ -149,17 +148,13 @@ class PagedAttention:
             kv_cache.shape, kv_cache.stride(), output.shape, output.stride(), None if sinks is None else sinks.dtype,
             alignment(*tensors),
         )  # fmt: skip
-        shared, E = step.shared.get(which), output.shape[-1]
-        if isinstance(shared, ByTable):  # views by the dispatcher would take as long as all that is left to do
-            *rows, _ = kv_cache.shape
-            lie = kv_cache.stride()
-            k, v = part_at(kv_cache, (*rows, D), lie, 0), part_at(kv_cache, (*rows, E), lie, D)
-        else:
-            k, v = kv_cache[..., :D], kv_cache[..., D : D + E]
+        shared = step.shared.get(which)
+        if not isinstance(shared, ByTable):
+            k, v = kv_cache[..., :D], kv_cache[..., D : D + output.shape[-1]]
         if shared is None:
             shared = step.shared[which] = self._shared(step, query, k, v, output)
         if isinstance(shared, ByTable):
-            shared(Given(query, k, v, step.query_start_loc, step.block_table, step.seq_lens, sinks, output))
+            shared(Given(query, kv_cache, None, step.query_start_loc, step.block_table, step.seq_lens, sinks, output))
             return output
         out = attention(query, k, v, shared, scale=self.scale, softcap=self.softcap, sink_logits=sinks, layout="bshd")
         return output.copy_(out)
@@ -183,8 +178,9 @@ class PagedAttention:
         """What this layer shares with those of its kind in a step: the call of a kernel that reads the table, or the
         structure of one that does not."""
         given = Given(q, k, v, step.query_start_loc, step.block_table, step.seq_lens, self.sinks, out)
-        which = "layer", self.pattern.handle, k.shape[2], self.batch_invariant
-        key = key_by_table(given, which, self.scale, self.softcap)
+        which = "together", self.pattern.handle, k.shape[2], self.batch_invariant
+        # Keys are at the cache's own address, and values behind them.
+        key = key_by_table(given, which, self.scale, self.softcap) if k.stride(3) == 1 else None
         call = None if key is None else known.get(key)
         if call is not None:
             return call
@@ -193,9 +189,10 @@ class PagedAttention:
         )
         packed = PackedSequences(step.query_start_loc, pages=pages, pattern=self.pattern)
         options = AttentionOptions(scale=self.scale, softcap=self.softcap, sink_logits=self.sinks, layout="bshd")
-        found = call_by_table(q, k, v, packed, options, out, key, token_of(self.pattern.handle))
-        if found is not None:
-            return found.call
+        if key is not None:
+            found = call_by_table(q, k, v, packed, options, out, key, token_of(self.pattern.handle), together=True)
+            if found is not None:
+                return found.call
         pages = pages.up_to(rounded(-(-step.max_seq_len // pages.page_size)) * pages.page_size)
         packed = PackedSequences(step.query_start_loc, pages=pages, pattern=self.pattern)
         return device_layout(q, k, v, packed, softcap=self.softcap, sink_logits=self.sinks, layout="bshd")

@@ -63,11 +63,14 @@ def forward(
 
     Args:
         problem: of T tokens of one batch element, and the slots of a sequence as its keys.
-        operands: q, k, v, cu_seq_q, block_table, seqused_k, and where there are any sink_logits and out.
+        operands: q, k, v, cu_seq_q, block_table, seqused_k, and where there are any sink_logits and out. Without v a
+            value lies behind its key in the rows of a cache, at k.
         cut: replaces the automatic one.
     """
     b, p, heads = Builder(operands), problem, problem.H // problem.G
     (sequences, *_), (pages, *_) = b["block_table"].shape, b["k"].shape
+    if "v" not in b:
+        b.view("v", "k", (*b["k"].shape[:-1], p.E), b["k"].strides, p.D)
     q = readable(b, "q")
     out = b.result("out", p.dtype, (*b["q"].shape[:-1], p.E), in_place=_rows(operands.get("out")))
     lse = b.result("lse", "float32", (*b["q"].shape[:-3], p.H, p.Q))
