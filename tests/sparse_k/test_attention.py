@@ -309,6 +309,15 @@ def test_what_is_refused() -> None:
         torch.func.grad(lambda q: gs.sparsek_attention(q, k, v, u, k_keep=3).sum())(q)
 
 
+def test_explain_of_a_prefix() -> None:
+    q, k, u = torch.empty(1, 4, 30, 8), torch.empty(1, 2, 50, 8), torch.empty(1, 2, 50)
+    plan = gs.explain_sparsek(q, k, k, u, k_keep=5, q_offset=7, key_lengths=[40])
+    assert "Q=30 K=50 q_offset=7" in plan.problem and plan.implementation.startswith("chunks")
+    for why in plan.reasons.values():
+        assert {"has a query of every key: no prefix", "takes no key_lengths"} <= set(why)
+    assert "q_offset" not in gs.explain_sparsek(q, q, q, torch.empty(1, 4, 30), k_keep=5).problem
+
+
 def test_explain_takes_the_arguments_of_a_call() -> None:
     call, explain = (inspect.signature(f).parameters for f in (gs.sparsek_attention, gs.explain_sparsek))
     assert list(call) == list(explain)

@@ -65,7 +65,7 @@ def operands(given: list[Tensor], options: dict[str, Any]) -> tuple[Operands, Op
 
 
 def wide(x: Operands) -> Operands:
-    return Operands(*(t.double() if t.is_floating_point() else t for t in x))
+    return Operands(*(t if t is None or not t.is_floating_point() else t.double() for t in x))
 
 
 def check_attention(given: list[Tensor], options: dict[str, Any], limit: float) -> None:
