@@ -53,7 +53,8 @@ def _bound(*tensors: Tensor) -> Any:
     """The function of the kernel's launch."""
     from gossamer.kernels.triton.paged.write_slots import write
 
-    return bind(write(dict(zip(NAMES, map(operand_of, tensors), strict=True))), tensors[0].device, NAMES)
+    cache, *_ = tensors
+    return bind(write(dict(zip(NAMES, map(operand_of, tensors), strict=True))), cache.device, NAMES)
 
 
 def _by_operations(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
