@@ -47,7 +47,6 @@ class ScoreNumbers(NamedTuple):
     P: int
     first: int
     local: int
-    scale: float
 
 
 @triton.jit(do_not_specialize=["at", "step", "T"])
@@ -84,7 +83,7 @@ def update_kernel(
         tl.store(high + to, b_high.to(high.dtype.element_ty), mask=o < D)
 
 
-@triton.jit(do_not_specialize=["at", "numbers"])
+@triton.jit(do_not_specialize=["at", "numbers", "scale"])
 def score_kernel(
     q,  # (T, H, D)
     low,  # (P, G, D)
@@ -96,6 +95,7 @@ def score_kernel(
     scores,  # (R, G, n)
     at: ScoreStrides,
     numbers: ScoreNumbers,
+    scale,  # its magnitude
     SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def score_kernel(
             b_q = -b_q
         above, under = tl.maximum(b_q, 0.0).to(q.dtype.element_ty), tl.minimum(b_q, 0.0).to(q.dtype.element_ty)
         b_s = tl.dot(above, tl.trans(b_high), input_precision="ieee")
-        b_s = tl.dot(under, tl.trans(b_low), b_s, input_precision="ieee") * tl.abs(numbers.scale)
+        b_s = tl.dot(under, tl.trans(b_low), b_s, input_precision="ieee") * scale
         to = ((token * numbers.G * heads + head) * numbers.n)[:, None] + p[None, :]
         kept = m_r[:, None] & there[None, :]
         tl.store(bounds + to, tl.where(kept, b_s, float("-inf")), mask=m_r[:, None] & (p < numbers.n)[None, :])
@@ -165,11 +165,11 @@ def score_pages(
     bounds, scores = torch.full((T, H, n), -torch.inf, **wide), torch.empty((R, G, n), **wide)
     token, head, _ = q.stride()
     at = ScoreStrides(token, head, *edges.stride(), *table.stride(), *used.stride())
-    numbers = ScoreNumbers(T, G, H // G, n, P, first, local, scale)
+    numbers = ScoreNumbers(T, G, H // G, n, P, first, local)
     rows = power(-(-T // R) * (H // G), LEAST_ROWS, MOST_ROWS)
     with torch.cuda.device_of(q):
         launch(
-            score_kernel, (-(-n // PAGES), G, R), q, low, high, edges, table, used, bounds, scores, at, numbers, size,
+            score_kernel, (-(-n // PAGES), G, R), q, low, high, edges, table, used, bounds, scores, at, numbers, abs(scale), size,
             D, power(D, 16), rows, PAGES, scale < 0, num_warps=4,
         )  # fmt: skip
     return bounds, scores
