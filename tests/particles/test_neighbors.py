@@ -183,14 +183,14 @@ def test_lists_of_the_kernel_are_those_of_float32(
     assert bool(neighbors.overflow) == bool((keep.sum(1) > M).any() or (counts > C).any())
 
 
-def apart_from(radius: float, rng: np.random.Generator, N: int, box: Any) -> np.ndarray:
+def apart_from(radius: float, rng: np.random.Generator, N: int, box: tuple[float | None, ...]) -> np.ndarray:
     """Positions of which no pair is at the radius but for rounding in float32: either answer would be right."""
     while True:
         x = oracle.cloud(rng, N, 3, "uniform")
         there = oracle.wrapped(x, box)
         steps = there - there[:, None]
-        folds = np.array([size or np.inf for size in box])
-        s = np.square(steps - np.nan_to_num(folds * (steps / folds).round())).sum(-1)
+        folds = np.array([size or 1e30 for size in box])
+        s = np.square(steps - folds * (steps / folds).round()).sum(-1)
         if np.abs(np.sqrt(s) - radius).min() > 2**-22:
             return x
 

@@ -169,7 +169,7 @@ def score_pages(
     rows = power(-(-T // R) * (H // G), LEAST_ROWS, MOST_ROWS)
     with torch.cuda.device_of(q):
         launch(
-            score_kernel, (-(-n // PAGES), G, R), q, low, high, edges, table, used, bounds, scores, at, numbers, abs(scale), size,
-            D, power(D, 16), rows, PAGES, scale < 0, num_warps=4,
+            score_kernel, (-(-n // PAGES), G, R), q, low, high, edges, table, used, bounds, scores, at, numbers,
+            abs(scale), size, D, power(D, 16), rows, PAGES, scale < 0, num_warps=4,
         )  # fmt: skip
     return bounds, scores
