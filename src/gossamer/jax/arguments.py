@@ -234,7 +234,7 @@ def _checks(q: Array, k: Array, v: Array, vectors: Vectors) -> Iterator[Check]:
     _, K, G, _ = k.shape
     yield k.shape[3] == D, "key", k, f"have the head size of query, D={D}"
     yield v.shape[1:3] == (K, G), "value", v, f"have the positions and heads of key, (K, G) = {(K, G)}"
-    if H % G:
+    if H % (G or H + 1):
         yield False, "key", Wording(f"G={G}, {describe(k)}"), f"have a number of heads G that divides query's H={H}"
     yield max(D, v.shape[3]) <= MAX_HEAD, "query and value", (D, v.shape[3]), HEAD_SIZES
     yield max(Q, K) < MOST, "query and key", (Q, K), POSITIONS
