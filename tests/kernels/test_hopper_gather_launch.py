@@ -291,7 +291,7 @@ def test_repeated_calls(launch: Any, given: bool, cut: bool) -> None:
     D = 64
     problem = Problem(B, H, G, Q, K, D, D, "bfloat16", "cpu", processors=4, backward=True)
     vectors = {"key_lengths": torch.tensor([K - 90, 0]), "sink_logits": torch.randn(H)} if given else {}
-    terms, split = Terms(D**-0.5, K - Q, None, *vectors.values()), 1 if cut else 100
+    terms, split = Terms(D**-0.5, K - Q, **vectors), 1 if cut else 100
     bound: dict[str, Any] = {}
 
     def call(direction: Direction, **x: Tensor) -> tuple[Tensor, ...]:

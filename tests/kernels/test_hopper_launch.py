@@ -72,7 +72,7 @@ def test_arguments(launch: Any, name: str, D: int, E: int, deterministic: bool, 
     sinks, mask = torch.randn(H, generator=generator), torch.from_numpy(layout.expand())
     # One ends within a tile, one keeps nothing.
     lengths = torch.tensor([K - 90, 0][:B]) if given_lengths else None
-    terms = Terms(D**-0.5, K - Q, 2.0 if name == "causal" else None, lengths, sinks)
+    terms = Terms(D**-0.5, K - Q, 2.0 if name == "causal" else None, False, lengths, sinks)
     leaves = [x.double().requires_grad_() for x in (q, k, v, sinks)]
     out, lse = oracle(*leaves[:3], mask, terms._replace(sink_logits=leaves[3]))
     want = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)
@@ -138,7 +138,7 @@ def test_repeated_calls(launch: Any, name: str, deterministic: bool) -> None:
     layout = LAYOUTS[name]().to("cpu")
     B, H, Q, K, D = (1, 2, 1200, 1200, 64) if name == "global" else (2, 4, layout.Q, layout.K, 64)
     problem = Problem(B, H, H, Q, K, D, D, "bfloat16", "cpu", processors=40, deterministic=deterministic)
-    terms = Terms(D**-0.5, K - Q, None, None, torch.randn(H))
+    terms = Terms(D**-0.5, K - Q, sink_logits=torch.randn(H))
     scoring = Scoring(terms.scale, terms.q_offset)
 
     def draw() -> dict[str, Tensor]:

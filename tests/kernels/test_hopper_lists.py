@@ -153,7 +153,7 @@ def test_calls(launch: Any, lead: str, R: int, heads: int, D: int, E: int, given
     mask = mask.expand(B, G, Q, K).repeat_interleave(R, 1)
     sinks = torch.randn(H, generator=generator) if given else None
     lengths = torch.tensor([K - 90, 0][:B])
-    terms = Terms(D**-0.5, K - Q, 2.0, lengths, sinks) if given else Terms(D**-0.5, K - Q)
+    terms = Terms(D**-0.5, K - Q, 2.0, False, lengths, sinks) if given else Terms(D**-0.5, K - Q)
     leaves = [x.double().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
     exact = oracle(leaves[0], leaves[1], leaves[2], mask, terms._replace(sink_logits=leaves[3] if given else None))
     out, lse = exact
