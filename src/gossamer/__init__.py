@@ -14,21 +14,37 @@ from gossamer.patterns import *  # noqa: F403  (patterns.__all__ lists them, onc
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockIndices", "BlockLayout", "DocumentIds", "EntmaxAux", "Indices", "PackedSequences"]
-__all__ += [
+__all__ = [
+    "BlockIndices",
+    "BlockLayout",
+    "DocumentIds",
+    "EntmaxAux",
+    "Indices",
+    "PackedSequences",
     "PageBounds",
     "Pages",
     "Unsupported",
     "__version__",
     "attention",
+    "attention_forward",
     "device_layout",
     "entmax_attention",
     "explain",
+    "explain_entmax",
+    "explain_sparsek",
+    "from_flex",
+    "last_topk",
+    "merge",
+    "nn",
+    "sparsek",
+    "sparsek_attention",
+    "sparsek_causal",
+    "to_flex",
+    "topk_blocks",
+    "topk_keys",
+    "topk_pages",
+    "varlen",
 ]
-__all__ += ["explain_entmax", "from_flex"]
-__all__ += ["explain_sparsek", "last_topk", "merge", "nn", "sparsek", "sparsek_attention", "sparsek_causal"]
-__all__ += ["to_flex", "topk_blocks", "topk_keys", "topk_pages", "varlen"]
-__all__ += ["attention_forward"]
 __all__ += patterns.__all__
 
 # Where the names other than patterns are defined: those of torch are loaded on their first use.

@@ -15,11 +15,11 @@ import pytest
 import gossamer as gs
 
 NEED_TORCH = (
-    "BlockIndices", "DocumentIds", "DocumentIds.from_cu_seqlens", "EntmaxAux", "Indices", "PackedSequences", "Pages",
-    "Unsupported", "attention", "attention_forward", "device_layout", "entmax_attention", "explain", "explain_entmax",
-    "explain_sparsek", "from_flex", "last_topk", "merge", "nn.SparseKAttention", "nn.SparseKCache",
-    "nn.SplashAttention", "sparsek", "sparsek_attention", "sparsek_causal", "to_flex", "topk_blocks", "topk_keys",
-    "varlen", "CSR.from_torch",
+    "BlockIndices", "DocumentIds", "DocumentIds.from_cu_seqlens", "EntmaxAux", "Indices", "PackedSequences",
+    "PageBounds", "Pages", "Unsupported", "attention", "attention_forward", "device_layout", "entmax_attention",
+    "explain", "explain_entmax", "explain_sparsek", "from_flex", "last_topk", "merge", "nn.SparseKAttention",
+    "nn.SparseKCache", "nn.SplashAttention", "sparsek", "sparsek_attention", "sparsek_causal", "to_flex", "topk_blocks",
+    "topk_keys", "topk_pages", "varlen", "CSR.from_torch",
 )  # fmt: skip
 MODULES = [name for name in NEED_TORCH if name.startswith("nn.")]
 NAMES = [name for name in gs.__all__ if name not in ("__version__", "nn")] + MODULES

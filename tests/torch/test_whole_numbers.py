@@ -151,7 +151,7 @@ ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], int]] = {
 # What a library calls with numbers of its own; `pattern` is a handle (below), and max_q is not read.
 OWN = {
     "at", "check", "listed_pairs", "tile_candidates", "cuda", "ipu", "mtia", "xpu", "to_empty", "scores", "up_to",
-    "check_numbers", "held", "over_pages",
+    "check_numbers", "held", "over_pages", "numbers", "of_head",
 }  # fmt: skip
 READ_LATER = {("device_layout", "q_offset"), ("explain", "q_offset")}  # a tensor is an offset that the device knows
 UNREAD = {("varlen", "max_q")}

@@ -24,6 +24,11 @@ class PageBounds:
 
     Attributes:
         low, high: (P, G, D), of k's type.
+
+    Examples:
+        >>> bounds = gs.PageBounds.of(torch.arange(6.0).view(1, 3, 1, 2))  # a page of 3 keys
+        >>> bounds.low.tolist(), bounds.high.tolist()
+        ([[[0.0, 1.0]]], [[[4.0, 5.0]]])
     """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:

@@ -266,7 +266,7 @@ def kept_mass() -> list[KeptMass]:
             total, least, rows = one.mass.tolist()
             if rows:
                 found.append(KeptMass(total / rows, least, int(rows)))
-            one.mass.copy_(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+            one.mass.copy_(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64, device="cpu"))
     return found
 
 
