@@ -13,8 +13,10 @@ import torch
 import gossamer as gs
 from gossamer.integrations.vllm import attending
 from gossamer.integrations.vllm.attending import PagedAttention, Step, rounded
+from gossamer.integrations.vllm.attending_sparsek import PagedSparseK
 from gossamer.integrations.vllm.options import options_of
 from gossamer.integrations.vllm.trace import Layers, Recorder, read
+from gossamer.sparse_k.scored_keys import with_scores
 from gossamer.torch import paged
 from tests.support.engine_steps import MEMORY, Replay, check, recorded, replayed, to
 from tests.support.processes import INTERPRETING, in_interpreter, triton_on_a_cpu
@@ -272,3 +274,49 @@ def test_a_captured_step_is_replayed(name: str) -> None:
             wanted = torch.empty_like(out)
             run(eager, wanted, to(room, "cuda"))
             assert torch.equal(out, wanted) and torch.equal(captured.cache, eager.cache)
+
+
+SPARSEK: dict[str, Any] = {"num_heads": 4, "head_size": 24, "scale": 0.25, "num_kv_heads": 2, "k_keep": 5, "window": 2}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sliding_window": 4}, {"logits_soft_cap": 2.0}, {"sinks": torch.zeros(4)}, {"batch_invariant": True},
+        {"kv_sharing_target_layer_name": "a"}, {"restrict": gs.SlidingWindow(3)}, {"alibi_slopes": [1.0]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_layers_of_sparsek_refuse(more: dict[str, Any]) -> None:
+    (name,) = more
+    with pytest.raises(gs.Unsupported, match=name):
+        PagedSparseK(**SPARSEK, **more)
+
+
+def test_layers_without_scores_are_refused() -> None:
+    with pytest.raises(
+        gs.Unsupported, match=r"SPARSEK computes layers that give their keys scores.* GOSSAMER computes"
+    ):
+        PagedSparseK(4, 24, 0.25, 2)
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_steps_of_sparsek(most: int | None) -> None:
+    """By single rows, or one sequence after another: each query over its own keys; rows of no sequence are 0."""
+    torch.manual_seed(0)
+    layer, cache = PagedSparseK(**SPARSEK), torch.full((9, 2, 4, 40), torch.nan)
+    k, v, u = torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2, 16), torch.randn(3, 10, 2)
+    table, used, edges = torch.randperm(9).view(3, 3).int(), torch.tensor([10, 7, 1]), torch.tensor([0, 2, 3, 4])
+    for r in range(3):
+        slots = (table[r, :, None] * 4 + torch.arange(4)).flatten()[:10]
+        layer.do_kv_cache_update(None, with_scores(k[r], u[r]), v[r], cache, slots)
+    q, out = torch.randn(6, 4, 24), torch.full((6, 4, 16), torch.nan)
+    step = Step(4, edges.int(), used.int(), 10, table, torch.arange(4), most)
+    assert not layer.forward(None, q, None, None, cache, None, torch.ones(2, 4, 16)).any()
+    layer.forward(None, q, None, None, cache, step, out)
+    for r, n in enumerate(used.tolist()):
+        rows = q[edges[r] : edges[r + 1], :, :16].transpose(0, 1)
+        held = (x[r, :n].transpose(0, 1) for x in (k, v))
+        wanted = gs.sparsek_attention(rows, *held, u[r, :n].T, k_keep=5, window=2, scale=0.25)
+        torch.testing.assert_close(out[edges[r] : edges[r + 1]], wanted.transpose(0, 1))
+    assert not out[4:].any()

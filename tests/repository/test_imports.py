@@ -148,7 +148,8 @@ def test_no_module_is_hidden() -> None:
     }  # fmt: skip
     of_jax = [f"gossamer.{room}.{name}_jax" for room, names in rooms.items() for name in names]
     absent = ("gossamer.cosmos", "gossamer.jax", *of_jax) if importlib.util.find_spec("jax") is None else ()
-    absent += () if importlib.util.find_spec("vllm") else ("gossamer.integrations.vllm.backend",)
+    of_vllm = ("gossamer.integrations.vllm.backend", "gossamer.integrations.vllm.sparsek_model")
+    absent += () if importlib.util.find_spec("vllm") else of_vllm
     out = run(
         "import importlib, pkgutil, sys, gossamer\n"
         "for found in pkgutil.walk_packages(gossamer.__path__, 'gossamer.'):\n"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from gossamer.integrations.transformers.sparsek import SparseKConfig
+
 BASE = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1,
@@ -25,6 +27,7 @@ def config(kind: str) -> Any:
         "mistral": (transformers.MistralConfig, {"sliding_window": 16}),
         "gemma2": (transformers.Gemma2Config, GEMMA),
         "gemma3": (transformers.Gemma3TextConfig, GEMMA),
+        "sparsek": (SparseKConfig, {"k_keep": 12, "window": 6}),
         "gpt_oss": (transformers.GptOssConfig, {"num_local_experts": 2, "num_experts_per_tok": 1, **TWO_KINDS}),
     }[kind]
     return made(**{**BASE, **more})
@@ -35,7 +38,7 @@ def saved(kind: str, folder: Path) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config(kind), attn_implementation="eager").float().eval()
     for name, x in model.named_parameters():
-        if "sink" in name:
+        if "sink" in name or "slope" in name:
             torch.nn.init.normal_(x)
     model.save_pretrained(folder)
     return model

@@ -16,6 +16,7 @@ import torch
 
 import gossamer as gs
 from gossamer.integrations.vllm import register
+from gossamer.integrations.vllm.attending import PagedAttention
 from gossamer.integrations.vllm.trace import read
 from tests.vllm.models import saved
 
@@ -188,8 +189,10 @@ def test_the_engine_registers_it_by_itself() -> None:
     load_general_plugins()
     assert AttentionConfig(backend="gossamer").backend is AttentionBackendEnum["GOSSAMER"]
     from gossamer.integrations.vllm.backend import Backend
+    from gossamer.integrations.vllm.sparsek_model import SparseKBackend
 
     assert AttentionBackendEnum["GOSSAMER"].get_class() is Backend
+    assert AttentionConfig(backend="sparsek").backend.get_class() is SparseKBackend
     register()
     with pytest.raises(ValueError, match=r"instead_of must be None or one of FLASH_ATTN, .*; got 'NO'"):
         register("NO")
@@ -200,14 +203,16 @@ def test_processes_of_an_engine_know_it() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as backends
 
     register("CPU_ATTN")
-    told = pickle.dumps([backends["GOSSAMER"], backends.TRITON_ATTN])
+    told = pickle.dumps([backends["GOSSAMER"], backends["SPARSEK"], backends.TRITON_ATTN])
     script = (
         f"import pickle; found = pickle.loads({told!r}); print([x.name for x in found])\n"
         "print({type(found[0])[x].get_path() for x in ('GOSSAMER', 'CPU_ATTN')})"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     names, paths = done.stdout.splitlines()[-2:]
-    assert names == "['GOSSAMER', 'TRITON_ATTN']" and paths == "{'gossamer.integrations.vllm.backend.Backend'}"
+    assert (
+        names == "['GOSSAMER', 'SPARSEK', 'TRITON_ATTN']" and paths == "{'gossamer.integrations.vllm.backend.Backend'}"
+    )
 
 
 def test_the_page_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +235,8 @@ def test_a_cache_of_8_bits_is_refused(engine: Callable[..., Any], tmp_path: Path
     ("kind", "page", "more"),
     [
         ("mistral", 32, {}), ("gemma2", 64, {}), ("gemma3", 128, {}), ("gpt_oss", 16, {}),
-        ("llama", 16, {"speculative_config": DRAFTS}),
+        ("llama", 16, {"speculative_config": DRAFTS}), ("sparsek", 32, {"attention_backend": "sparsek"}),
+        ("sparsek", 64, {"speculative_config": DRAFTS}),
     ],
 )  # fmt: skip
 def test_tokens_are_those_of_transformers(
@@ -239,7 +245,8 @@ def test_tokens_are_those_of_transformers(
     """Chunks of prompts, cached prefixes, drafts, four sequences at once."""
     model = saved(kind, tmp_path)
     llm = engine(tmp_path, block_size=page, **more)
-    assert [type(x).__module__ for x in layers_of(llm)] == ["gossamer.integrations.vllm.backend"] * 2
+    own = "SparseKImpl" if kind == "sparsek" else "Impl"
+    assert [type(x).__name__ for x in layers_of(llm)] == [own] * 2 and isinstance(layers_of(llm)[0], PagedAttention)
     tokens, logprobs, cached = served(llm)
     compare(model, tokens, logprobs)
     steps = list(read(tmp_path / "steps.jsonl"))

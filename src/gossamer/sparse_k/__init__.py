@@ -2,7 +2,8 @@
 
 `operator.py`: thresholds and gates, defined in `thresholds.py`, with kernels in `thresholds_triton/`. `attention.py`:
 the attention over a window and gated keys, defined in `chunks.py`; `launch/` calls its kernels, `triton/` and
-`hopper/` hold them. `nn.py` and `cache.py`: the module. `explain.py`: what a call does.
+`hopper/` hold them. `nn.py` and `cache.py`: the module. `paged.py`: attention over a cache in pages whose keys bring
+their scores along, `scored_keys.py`. `explain.py`: what a call does.
 """
 
 from gossamer.sparse_k.attention import sparsek_attention

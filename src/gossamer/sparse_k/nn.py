@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gossamer.checks import integer
-from gossamer.kernels.row_formulas import compute_dtype
 from gossamer.sparse_k.attention import sparsek_attention
 from gossamer.sparse_k.autograd import sparse_k_forward
 from gossamer.sparse_k.cache import Entries, SparseKCache
 from gossamer.sparse_k.launch.problem import Gate, Options
+from gossamer.sparse_k.scored_keys import scores_of_tokens
 from gossamer.torch.arguments import INTEGERS, Lengths, describe
 from gossamer.torch.arguments import lengths as as_tensor
-from gossamer.torch.transforms import uncast
 
 GATES = ("v", "kv", "logit", None)
-SPAN = 1024  # positions over which a slope of 1 raises scores by 1
 
 
 class SparseKAttention(nn.Module):
@@ -87,13 +84,10 @@ class SparseKAttention(nn.Module):
 
     def scores(self, x: Tensor, start: Tensor | None = None) -> Tensor:
         """The scores of keys (B, G, N) of x (B, N, dim), the first of which is at position start (B,), or 0."""
-        with uncast(x.device):
-            wide = compute_dtype(x.dtype)
-            u = F.linear(x.to(wide), self.score.weight.to(wide)).transpose(1, 2)
-            t = torch.arange(x.shape[1], device=x.device)
-            if start is not None:
-                t = t + start[:, None, None]
-            return u + self.slope.to(wide)[:, None] * (t.to(wide) / SPAN)
+        t = torch.arange(x.shape[1], device=x.device)
+        if start is not None:
+            t = t + start[:, None]
+        return scores_of_tokens(x, self.score.weight, self.slope, t).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, dim) of x (B, N, dim)."""

@@ -9,6 +9,8 @@ from gossamer.checks import show
 
 NAME = "GOSSAMER"
 BACKEND = "gossamer.integrations.vllm.backend.Backend"  # imported when an engine asks for it
+MODEL = "gossamer.integrations.vllm.sparsek_model"  # likewise
+BACKENDS = {NAME: BACKEND, "SPARSEK": f"{MODEL}.SparseKBackend"}
 
 _replaced: set[str] = set()
 
@@ -38,7 +40,9 @@ def register(instead_of: str | None = None) -> None:
     if instead_of is not None and (not isinstance(instead_of, str) or instead_of not in known):
         raise ValueError(f"instead_of must be None or one of {', '.join(known)}; got {show(instead_of)}")
     if NAME not in known:
-        register_backend(NAME, BACKEND)
+        for name, path in BACKENDS.items():
+            register_backend(name, path)
+        _register_model()
         # An engine's process reads its configuration before plugins are loaded: the name brings its registration along.
         copyreg.pickle(AttentionBackendEnum, _reduced)
     if instead_of is not None:
@@ -48,7 +52,16 @@ def register(instead_of: str | None = None) -> None:
 
 def _reduced(backend: Any) -> Any:
     """What a backend of vLLM is pickled as."""
-    return (_registered, (NAME, *_replaced)) if backend.name == NAME else backend.__reduce_ex__(2)
+    return (_registered, (backend.name, *_replaced)) if backend.name in BACKENDS else backend.__reduce_ex__(2)
+
+
+def _register_model() -> None:
+    """Let vLLM serve `SparseKForCausalLM`, which it reads from a folder of transformers'."""
+    from vllm import ModelRegistry
+
+    import gossamer.integrations.transformers.sparsek_config  # noqa: F401  (registers the name of its configuration)
+
+    ModelRegistry.register_model("SparseKForCausalLM", f"{MODEL}:SparseKForCausalLM")
 
 
 def _registered(name: str, *replaced: str) -> Any:
