@@ -25,7 +25,7 @@ class SparseKLayerAttention(LlamaAttention):
         super().__init__(config, layer_idx)
         heads = self.k_proj.out_features // self.head_dim
         self.score = nn.Linear(config.hidden_size, heads, bias=False)
-        self.slope = nn.Parameter(torch.zeros(heads))
+        self.slope = nn.Parameter(self.score.weight.new_zeros(heads))
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any = None,

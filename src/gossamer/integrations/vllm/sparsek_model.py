@@ -71,7 +71,7 @@ class SparseKAttention(nn.Module):
             num_heads * D, hidden_size, bias=bias_o_proj, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
         self.score = nn.Linear(hidden_size, num_kv_heads, bias=False)
-        self.slope = nn.Parameter(torch.zeros(num_kv_heads))
+        self.slope = nn.Parameter(self.score.weight.new_zeros(num_kv_heads))
         self.rotary_emb = get_rope(
             D, max_position=max_position_embeddings, rope_parameters=getattr(config, "rope_parameters", None)
         )
