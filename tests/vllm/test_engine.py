@@ -43,7 +43,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             "disable_log_stats": False,
             "additional_config": {"gossamer": {"record": str(tmp_path / "steps.jsonl"), **(options or {})}},
         }  # fmt: skip
-        # vLLM looks for kernels among all that modules hold, and stumbles over this one, which drafts by n-grams import.
+        # vLLM looks for kernels in all modules, and stumbles over this one, which drafts by n-grams import.
         sys.modules.pop("llvmlite.binding.ffi", None)
         made.append(vllm.LLM(str(folder), **{**usual, **more}))
         return made[0]
