@@ -82,8 +82,9 @@ def attend_rows(q: Tensor, edges: Tensor, pages: ScoredPages, kept: Kept, out: T
     tau = torch.ops.gossamer.sparsek(u, k_keep)[1][..., None]
     ranked = torch.where(u > -torch.inf, u, -torch.inf).sort(dim=-1, descending=True, stable=True)
     chosen, score = ranked.indices[..., :k_keep], ranked.values[..., :k_keep]
-    begin = last - min(kept.window, n)
-    near = begin + torch.arange(min(kept.window, n) + 1, device=device)
+    window = min(kept.window, n)
+    begin = last - window
+    near = begin + torch.arange(window + 1, device=device)
     index = torch.cat([chosen, near.expand(T, G, -1)], -1)  # (T, G, L)
     seen = torch.cat([(chosen < begin) & (score > -torch.inf), (near >= 0).expand(T, G, -1)], -1)
     gate = torch.cat([(score - tau).clamp(0, 1), torch.ones_like(near, dtype=u.dtype).expand(T, G, -1)], -1)

@@ -44,9 +44,7 @@ class SparseKLayerAttention(LlamaAttention):
             before = scored[:, :, : scored.shape[2] - m]
             u = torch.cat([scores_of(bits_of(before)), u], 2)  # of these tokens the own, which has a gradient
             k = scored[..., :-CHANNELS]
-        out = sparsek_attention(
-            q, k, v, u, k_keep=self.config.k_keep, window=self.config.window, scale=self.scaling
-        )  # fmt: skip
+        out = sparsek_attention(q, k, v, u, k_keep=self.config.k_keep, window=self.config.window, scale=self.scaling)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 

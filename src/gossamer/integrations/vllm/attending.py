@@ -139,7 +139,11 @@ class PagedAttention:
             raise Unsupported("a quantized output is not written by GOSSAMER")
         if attn_metadata is None:  # the engine looks how much memory is needed
             return output.fill_(0)
-        D, step, sinks = self.head_size, attn_metadata, self.sinks
+        return self.attend(query, kv_cache, attn_metadata, output)
+
+    def attend(self, query: Tensor, kv_cache: Tensor, step: Step, output: Tensor) -> Tensor:
+        """The attention of a step, written to output."""
+        D, sinks = self.head_size, self.sinks
         if self.chosen is not None and self.chosen.chooses(step):
             return self._of_chosen(self.chosen, query, kv_cache, step, output)
         tensors = (query, kv_cache, output) if sinks is None else (query, kv_cache, output, sinks)

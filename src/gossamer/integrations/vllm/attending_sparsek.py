@@ -38,23 +38,13 @@ class PagedSparseK(PagedAttention):
                 raise Unsupported(f"{name} is not computed by layers that attend by SparseK")
         self.kept = Kept(k_keep, window, self.scale)
 
-    def forward(
-        self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Step | None,
-        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, query: Tensor, kv_cache: Tensor, step: Step, output: Tensor) -> Tensor:
         """SparseK attention of query (T, H, D + 8) to pages (P, G, page_size, D + 8 + E), written to output (T, H, E).
 
         The last 8 numbers of a query are not read. Steps of up to 8 tokens a sequence wait for nothing; others read the
-        lengths on the host, once for all layers. Rows of no sequence, and all in a run without metadata, become 0.
-
-        Raises:
-            Unsupported: a quantized output is asked for.
+        lengths on the host, once for all layers. Rows of no sequence become 0.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise Unsupported("a quantized output is not written by GOSSAMER")
-        if attn_metadata is None:  # the engine looks how much memory is needed
-            return output.fill_(0)
-        step, q = attn_metadata, query[..., :-CHANNELS]
+        q = query[..., :-CHANNELS]
         pages = ScoredPages(kv_cache, step.block_table, step.seq_lens)
         if step.max_query_len is not None and step.max_query_len <= FEW:
             attend_rows(q, step.query_start_loc, pages, self.kept, output)

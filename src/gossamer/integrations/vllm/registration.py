@@ -10,7 +10,8 @@ from gossamer.checks import show
 NAME = "GOSSAMER"
 BACKEND = "gossamer.integrations.vllm.backend.Backend"  # imported when an engine asks for it
 MODEL = "gossamer.integrations.vllm.sparsek_model"  # likewise
-BACKENDS = {NAME: BACKEND, "SPARSEK": f"{MODEL}.SparseKBackend"}
+NAME_OF_SPARSEK = "SPARSEK"
+BACKENDS = {NAME: BACKEND, NAME_OF_SPARSEK: f"{MODEL}.SparseKBackend"}
 
 _replaced: set[str] = set()
 

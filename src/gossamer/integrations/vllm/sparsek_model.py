@@ -14,6 +14,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from gossamer.integrations.vllm.attending_sparsek import PagedSparseK
 from gossamer.integrations.vllm.backend import Backend, Impl
+from gossamer.integrations.vllm.registration import NAME_OF_SPARSEK
 from gossamer.plan.problem import Unsupported
 from gossamer.sparse_k.scored_keys import CHANNELS, scores_of_tokens, with_scores
 
@@ -27,7 +28,7 @@ class SparseKBackend(Backend):
 
     @staticmethod
     def get_name() -> str:
-        return "SPARSEK"
+        return NAME_OF_SPARSEK
 
     @staticmethod
     def get_impl_cls() -> type[SparseKImpl]:
